@@ -1,0 +1,496 @@
+"""Every setting and its default, once; where each value came from.
+
+A setting has one name: field of `Settings`, key in TOML, `--flag` (with dashes), `DS4CLI_NAME` in
+the environment. Precedence: flag > environment > profile > file > default. This is the only module
+that reads the environment. It imports no MLX.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from ds4cli.errors import UsageError
+
+PREFIX = "DS4CLI_"
+MODEL, SAMPLING, SPECULATION, REWIND, OUTPUT = PANELS = (
+    "Model",
+    "Sampling",
+    "Speculation",
+    "Rewind",
+    "Output",
+)
+
+
+@dataclass(frozen=True)
+class Option:
+    """How one setting is explained and checked. `kind` is str, int, float, bool, list or dict."""
+
+    kind: type
+    panel: str
+    help: str
+    flags: tuple[str, ...] = ()  # further spellings of the flag
+    choices: tuple[str, ...] = ()
+    valid: Callable[[Any], bool] = lambda value: True
+    wants: str = ""  # the valid range in words, for messages and the README
+
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in `--help`."""
+        if self.choices:
+            return "|".join(self.choices)
+        words = {str: "TEXT", int: "INT", float: "NUMBER", list: "TEXT", dict: "ID=VALUE"}
+        return words.get(self.kind, "")
+
+
+def _setting(default: Any, kind: type, panel: str, help: str, **more: Any) -> Any:
+    return field(default=default, metadata={"option": Option(kind, panel, help, **more)})
+
+
+def _at_least(low: float) -> dict[str, Any]:
+    return {"valid": lambda v: v >= low, "wants": f"at least {low}"}
+
+
+def _between(low: float, high: float) -> dict[str, Any]:
+    return {"valid": lambda v: low <= v <= high, "wants": f"from {low} to {high}"}
+
+
+def _one_of(*values: int) -> dict[str, Any]:
+    words = ", ".join(map(str, values[:-1])) + f" or {values[-1]}"
+    return {"valid": lambda v: v in values, "wants": words}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings, checked and normalised; a bad value is a `UsageError` that names it.
+
+    A field whose default is None may be None, which means that the engine decides.
+    """
+
+    model: str = _setting(
+        "builtin", str, MODEL, "mlx-lm folder, hub id, or `builtin`.", flags=("-m",)
+    )
+    system: str | None = _setting(None, str, MODEL, "System text.", flags=("-s", "--system-prompt"))
+    think: bool | None = _setting(
+        None, bool, MODEL, "Switch the template's thinking on or off. [dim]default: its own[/dim]"
+    )
+    raw: bool = _setting(False, bool, MODEL, "Use the prompt as it is, with no chat template.")
+    tools: str | None = _setting(None, str, MODEL, "JSON file with a list of tools in OpenAI form.")
+    dtype: str = _setting(
+        "auto", str, MODEL, "Weights in memory.", choices=("auto", "float32", "stored")
+    )
+    offline: bool = _setting(False, bool, MODEL, "Never download anything.")
+    temp: float = _setting(
+        0.0, float, SAMPLING, "Temperature; 0 is greedy.", flags=("--temperature",), **_at_least(0)
+    )
+    top_p: float = _setting(
+        1.0,
+        float,
+        SAMPLING,
+        "Keep the likeliest tokens up to this total.",
+        valid=lambda v: 0 < v <= 1,
+        wants="above 0, at most 1",
+    )
+    top_k: int = _setting(0, int, SAMPLING, "Keep this many tokens; 0 keeps all.", **_at_least(0))
+    min_p: float = _setting(
+        0.0, float, SAMPLING, "Drop tokens below this share of the best.", **_between(0, 1)
+    )
+    repetition_penalty: float = _setting(
+        1.0,
+        float,
+        SAMPLING,
+        "Divide the score of tokens seen before; 1 is off.",
+        valid=lambda v: v > 0,
+        wants="above 0",
+    )
+    repetition_context_size: int = _setting(
+        -1, int, SAMPLING, "Tokens the penalties look back on; -1 is all.", **_at_least(-1)
+    )
+    presence_penalty: float = _setting(
+        0.0, float, SAMPLING, "Subtract once from tokens seen before."
+    )
+    frequency_penalty: float = _setting(0.0, float, SAMPLING, "Subtract per time a token was seen.")
+    logit_bias: dict[int, float] = field(
+        default_factory=dict,
+        metadata={
+            "option": Option(dict, SAMPLING, "Add VALUE to the score of token ID. Repeatable.")
+        },
+    )
+    seed: int = _setting(
+        0, int, SAMPLING, "Same seed, same text, with any drafter.", **_between(0, 2**63 - 1)
+    )
+    max_tokens: int = _setting(
+        1024,
+        int,
+        SAMPLING,
+        "Longest reply in tokens; -1 has no limit.",
+        flags=("-n",),
+        valid=lambda v: v == -1 or v >= 1,
+        wants="at least 1, or -1 for no limit",
+    )
+    stop: tuple[str, ...] = _setting(
+        (),
+        list,
+        SAMPLING,
+        "End the reply before this text. Repeatable.",
+        valid=all,
+        wants="no empty text",
+    )
+    drafter: str = _setting(
+        "auto",
+        str,
+        SPECULATION,
+        "Where guesses come from; auto: the draft model, else ngram.",
+        choices=("auto", "none", "ngram", "model"),
+    )
+    draft_model: str | None = _setting(
+        None, str, SPECULATION, "Folder or hub id of a small model with the same tokenizer."
+    )
+    num_draft_tokens: int | None = _setting(
+        None, int, SPECULATION, "Guesses per step. [dim]default: measured[/dim]", **_between(1, 64)
+    )
+    speculate: str = _setting(
+        "auto",
+        str,
+        SPECULATION,
+        "When to guess; auto stops while it loses time.",
+        choices=("auto", "always", "tools", "never"),
+    )
+    rewind_mb: int = _setting(512, int, REWIND, "Memory for going back, in MB.", **_at_least(0))
+    horizon_tokens: int = _setting(
+        256, int, REWIND, "Last tokens that are free to go back to.", **_at_least(0)
+    )
+    prefill_step_size: int = _setting(
+        512, int, REWIND, "Prompt tokens per model call.", **_at_least(1)
+    )
+    kv_bits: int | None = _setting(
+        None, int, REWIND, "Quantise attention caches to this.", **_one_of(2, 3, 4, 5, 6, 8)
+    )
+    kv_group_size: int = _setting(
+        64, int, REWIND, "Group size for --kv-bits.", **_one_of(32, 64, 128)
+    )
+    max_repairs: int = _setting(
+        3, int, REWIND, "Tries to repair a broken tool call.", **_at_least(0)
+    )
+    hide_reasoning: bool = _setting(
+        False, bool, OUTPUT, "Do not print the model's reasoning.", flags=("-R",)
+    )
+    stats: bool | None = _setting(
+        None, bool, OUTPUT, "Print speed and acceptance on stderr. [dim]default: chat only[/dim]"
+    )
+
+    def __post_init__(self) -> None:
+        for name, option in OPTIONS.items():
+            value = check(name, option, getattr(self, name))
+            object.__setattr__(self, name, value)
+
+
+OPTIONS: dict[str, Option] = {f.name: f.metadata["option"] for f in fields(Settings)}
+
+
+def defaults() -> Settings:
+    """Settings as they are when nobody says anything."""
+    return Settings()
+
+
+# --- values -----------------------------------------------------------------------------------
+
+
+def check(name: str, option: Option, value: Any) -> Any:
+    """Return `value` normalised to the option's kind, or raise a `UsageError` that names it."""
+    if value is None and _nullable(name):
+        return None
+    typed = _typed(option.kind, value)
+    if typed is None:
+        raise UsageError(f"`{name}` wants {_kind_words(option)}, not `{value}`")
+    if option.choices and typed not in option.choices:
+        raise UsageError(f"`{name}` cannot be `{value}`", _choice_hint(typed, option.choices))
+    if not option.valid(typed):
+        raise UsageError(f"`{name}` cannot be `{value}`", f"it wants {option.wants}")
+    return typed
+
+
+def _nullable(name: str) -> bool:
+    return Settings.__dataclass_fields__[name].default is None
+
+
+def _typed(kind: type, value: Any) -> Any:
+    """The value as `kind`, or None when it is not one. Numbers are finite; a bool is no number."""
+    if kind is list:
+        return _texts(value)
+    if kind is dict:
+        return _biases(value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        return None
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...] | None:
+    values = (value,) if isinstance(value, str) else value
+    if not isinstance(values, (list, tuple)) or not all(isinstance(v, str) for v in values):
+        return None
+    return tuple(values)
+
+
+def _biases(value: Any) -> dict[int, float] | None:
+    """Token id -> bias. TOML keys are text, so an id may be one."""
+    try:
+        biases = {int(token): _typed(float, bias) for token, bias in dict(value).items()}
+    except (TypeError, ValueError):
+        return None
+    usable = all(token >= 0 and bias is not None for token, bias in biases.items())
+    return biases if usable else None
+
+
+def _kind_words(option: Option) -> str:
+    words = {
+        str: "text",
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        list: "a list of texts",
+        dict: "token ids with numbers",
+    }
+    return words[option.kind]
+
+
+def _choice_hint(value: str, choices: tuple[str, ...]) -> str:
+    return nearest(value, choices) or f"choose from {', '.join(choices)}"
+
+
+def nearest(word: str, known: Any) -> str | None:
+    """A hint that names the known word closest to `word`, if one is close."""
+    close = get_close_matches(word, [str(k) for k in known], n=1)
+    return f"did you mean `{close[0]}`?" if close else None
+
+
+def parse_text(name: str, option: Option, text: str) -> Any:
+    """A setting's value from the text of an environment variable or of a flag."""
+    try:
+        value = _PARSERS.get(option.kind, str)(text)
+    except ValueError:
+        raise UsageError(f"`{name}` wants {_kind_words(option)}, not `{text}`") from None
+    return check(name, option, value)
+
+
+def _parse_bool(text: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True}
+    words |= {"0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in words:
+        raise ValueError(text)
+    return words[text.lower()]
+
+
+def _parse_biases(text: str) -> dict[int, float]:
+    """`ID=VALUE`, several with commas."""
+    pairs = (part.partition("=")[::2] for part in text.split(","))
+    return {int(token): float(bias) for token, bias in pairs}
+
+
+_PARSERS: dict[type, Callable[[str], Any]] = {
+    int: int,
+    float: float,
+    bool: _parse_bool,
+    dict: _parse_biases,
+}
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """A TOML file, read and checked: top-level settings and named profiles."""
+
+    path: Path
+    values: dict[str, Any]
+    profiles: dict[str, dict[str, Any]]
+
+
+def find_config(environ: Mapping[str, str] | None = None) -> Path | None:
+    """`./ds4cli.toml`, else `$XDG_CONFIG_HOME/ds4cli/config.toml` (`~/.config` on macOS too)."""
+    environ = os.environ if environ is None else environ
+    home = environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    places = Path("ds4cli.toml"), Path(home) / "ds4cli" / "config.toml"
+    return next((place for place in places if place.is_file()), None)
+
+
+def read_config(path: Path) -> ConfigFile:
+    """Read and check a TOML file. Raises `UsageError` for anything wrong in it."""
+    table = _read_toml(path)
+    profiles = table.pop("profiles", {})
+    if not isinstance(profiles, dict) or not all(isinstance(p, dict) for p in profiles.values()):
+        raise UsageError(f"`profiles` in `{path}` wants tables", "write `[profiles.NAME]`")
+    checked = {
+        name: _check_table(profile, f"[profiles.{name}] of `{path}`")
+        for name, profile in profiles.items()
+    }
+    return ConfigFile(path, _check_table(table, f"`{path}`"), checked)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomli.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(f"cannot read config file `{path}`: {reason}") from None
+    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"config file `{path}` is not valid TOML: {error}") from None
+
+
+def _check_table(table: dict[str, Any], where: str) -> dict[str, Any]:
+    for key in table:
+        if key not in OPTIONS:
+            raise UsageError(f"unknown key `{key}` in {where}", nearest(key, OPTIONS))
+    return {key: _check_in(where, key, value) for key, value in table.items()}
+
+
+def _check_in(where: str, name: str, value: Any) -> Any:
+    try:
+        return check(name, OPTIONS[name], value)
+    except UsageError as error:
+        raise UsageError(f"{error.message}, in {where}", error.hint) from None
+
+
+# --- layers -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Settings, and for every field where its value came from, in words."""
+
+    settings: Settings
+    origins: dict[str, str]
+
+    def given(self, name: str) -> bool:
+        """Whether the user gave this value on the command line."""
+        return self.origins[name] == "flag"
+
+
+def resolve(
+    flags: Mapping[str, Any],
+    config: ConfigFile | None = None,
+    profile: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Resolved:
+    """Merge all layers. `flags` holds only what was given (None counts as not given)."""
+    environ = os.environ if environ is None else environ
+    layers = [
+        ("flag", {name: value for name, value in flags.items() if value is not None}),
+        ("environment", _from_environment(environ)),
+        *_config_layers(config, profile),
+    ]
+    values, origins = {}, dict.fromkeys(OPTIONS, "default")
+    for origin, layer in reversed(layers):
+        values.update(layer)
+        origins.update(dict.fromkeys(layer, origin))
+    _refuse_contradictions(values, origins)
+    return Resolved(Settings(**values), origins)
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    found = {name: environ.get(PREFIX + name.upper()) for name in OPTIONS}
+    return {name: _parse_variable(name, text) for name, text in found.items() if text is not None}
+
+
+def _parse_variable(name: str, text: str) -> Any:
+    try:
+        return parse_text(name, OPTIONS[name], text)
+    except UsageError as error:
+        variable = PREFIX + name.upper()
+        raise UsageError(f"{error.message}, in `${variable}`", error.hint) from None
+
+
+def _config_layers(
+    config: ConfigFile | None, profile: str | None
+) -> list[tuple[str, dict[str, Any]]]:
+    """The layers of a file, the stronger one first."""
+    if config is None:
+        if profile:
+            raise UsageError(
+                f"no config file has a profile `{profile}`",
+                "write `[profiles.NAME]` in `./ds4cli.toml`, or name a file with `--config`",
+            )
+        return []
+    layers = [(f"file {config.path}", config.values)]
+    if profile:
+        layers.insert(0, (f"profile {profile} in {config.path}", _profile(config, profile)))
+    return layers
+
+
+def _profile(config: ConfigFile, name: str) -> dict[str, Any]:
+    if name in config.profiles:
+        return config.profiles[name]
+    known = ", ".join(f"`{known}`" for known in config.profiles) or "none"
+    hint = nearest(name, config.profiles) or f"profiles in this file: {known}"
+    raise UsageError(f"no profile `{name}` in `{config.path}`", hint)
+
+
+# Pairs that exclude each other. They count only within one layer: a flag may overrule a file.
+_CONTRADICTIONS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], bool]], ...] = (
+    ("draft_model", bool, "drafter", lambda v: v in ("none", "ngram")),
+    ("raw", bool, "system", bool),
+    ("raw", bool, "tools", bool),
+    ("raw", bool, "think", lambda v: v is not None),
+    ("num_draft_tokens", bool, "drafter", lambda v: v == "none"),
+)
+
+
+def _refuse_contradictions(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+    for one, is_set, other, excludes in _CONTRADICTIONS:
+        both = one in values and other in values and origins[one] == origins[other]
+        if both and is_set(values[one]) and excludes(values[other]):
+            raise UsageError(
+                f"`{one}` and `{other} = {values[other]}` contradict each other", "give one"
+            )
+    if values.get("drafter") == "model" and not values.get("draft_model"):
+        raise UsageError("`drafter = model` needs a draft model", "add `--draft-model FOLDER`")
+
+
+# --- the environment, for the other modules -----------------------------------------------------
+
+
+def variable(name: str) -> str | None:
+    """The environment variable `DS4CLI_NAME`, or None when it is unset or empty."""
+    return os.environ.get(PREFIX + name) or None
+
+
+# --- printing -----------------------------------------------------------------------------------
+
+
+def to_toml(settings: Settings, notes: Mapping[str, str]) -> str:
+    """`settings` as TOML, each line with its note. TOML has no null: such a line is a comment."""
+    lines = []
+    for name in OPTIONS:
+        value = getattr(settings, name)
+        line = f"# {name} =" if value is None else f"{name} = {_toml(value)}"
+        lines.append(f"{line}  # {notes[name]}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return _toml_text(value)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, dict):
+        pairs = ", ".join(f"{token} = {bias}" for token, bias in value.items())
+        return "{ " + pairs + " }" if pairs else "{}"
+    return repr(value)
+
+
+def _toml_text(text: str) -> str:
+    """A basic TOML string: JSON's escapes are TOML's too, except for DEL, which JSON leaves."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
