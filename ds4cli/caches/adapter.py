@@ -1,0 +1,233 @@
+"""What every layer's adapter can do, whatever cache mlx-lm gave the layer.
+
+An adapter owns all access to one mlx-lm cache object of batch size 1. Two kinds of state come out
+of it: `hold()` is only good for undoing the model call that follows it and costs nothing;
+`frontier()` is self-contained and outlives any number of later writes beyond its position.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import mlx.core as mx
+
+from ds4cli.errors import StateError
+
+
+class LayerAdapter:
+    """One layer's cache. Subclasses name their `kind` and implement what raises here."""
+
+    kind = ""
+    seekable = True
+
+    def __init__(self, cache: Any):
+        self.cache = cache
+
+    def pos(self) -> int | None:
+        """Tokens consumed; None where the cache does not count them (recurrent layers)."""
+        raise NotImplementedError
+
+    def reach(self) -> int:
+        """Lowest absolute position that `seek` reaches from here."""
+        raise NotImplementedError
+
+    def end(self) -> int:
+        """Highest position that `seek` reaches: the last one written and not overwritten since."""
+        raise NotImplementedError
+
+    def seek(self, pos: int) -> None:
+        """Move to any position in [reach(), end()]; StateError, unchanged, outside of it."""
+        raise NotImplementedError
+
+    def hold(self) -> Any:
+        """O(1): what `restore` needs to undo the next model call, wherever it stopped."""
+        raise NotImplementedError
+
+    def restore(self, state: Any) -> None:
+        """Undo what happened since `hold`: seeks, restored frontiers, failed model calls.
+
+        After a model call the redo rows above the position are given up. StateError, unchanged,
+        where `held` is False.
+        """
+        raise NotImplementedError
+
+    def held(self, state: Any) -> bool:
+        """Whether `restore(state)` is still exact."""
+        return True
+
+    def frontier(self) -> Any:
+        """What brings the layer back to this position after any later writes beyond it."""
+        raise NotImplementedError
+
+    def restore_frontier(self, state: Any, pos: int) -> None:
+        """Stand at `pos` again; StateError when `state` was taken elsewhere."""
+        raise NotImplementedError
+
+    def frontier_arrays(self, state: Any) -> list[mx.array]:
+        """The arrays a frontier keeps alive: evaluate them with the step that made them."""
+        return []
+
+    def before_write(self) -> None:
+        """Must precede every model call: stops sharing rows that the call could overwrite."""
+
+    def fork(self) -> LayerAdapter:
+        """An independent twin at the same position with its own cache object."""
+        raise NotImplementedError
+
+    def arrays(self) -> list[mx.array]:
+        """The live arrays of the cache."""
+        raise NotImplementedError
+
+    def state_dict(self) -> tuple[dict[str, mx.array], dict[str, Any]]:
+        """Arrays and JSON-able facts that `load_state` turns into the same state."""
+        raise NotImplementedError
+
+    def load_state(self, arrays: dict[str, mx.array], meta: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned, in a cache built by the same model."""
+        raise NotImplementedError
+
+    def bytes_per_token(self) -> int:
+        """Bytes that one more position costs; 0 for a fixed state and before the first write."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """How this layer goes back, in words for the capability report."""
+        raise NotImplementedError
+
+
+class Hold:
+    """A place to return to if the next model call fails."""
+
+    __slots__ = ("__weakref__", "pos", "rows", "sought", "written_from")
+
+    def __init__(self, pos: int, sought: tuple[int, int] | None, rows: Any):
+        self.pos = pos
+        self.sought = sought
+        self.rows = rows  # references, where the layer has something besides the cursor
+        self.written_from: int | None = None  # lowest position written in place since
+
+
+class CursorAdapter(LayerAdapter):
+    """A layer whose rows stand in position order behind a cursor, `cache.offset`.
+
+    Rows above the cursor stay valid until the model writes again, so a seek can be redone. The
+    model moves the cursor only upwards, hence: cursor unchanged since the last seek = no write.
+    """
+
+    def __init__(self, cache: Any):
+        super().__init__(cache)
+        self._sought: tuple[int, int] | None = None  # (cursor, end) of the last seek
+        self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()
+
+    def pos(self) -> int:
+        return self.cache.offset
+
+    def end(self) -> int:
+        if self._sought and self._sought[0] == self.cache.offset:
+            return self._sought[1]
+        return self.cache.offset
+
+    def reach(self) -> int:
+        return 0
+
+    def seek(self, pos: int) -> None:
+        low, end = self.reach(), self.end()
+        if not low <= pos <= end:
+            raise StateError(
+                f"position `{pos}` is out of reach: a {self.kind} layer holds `{low}` to `{end}`"
+            )
+        self._move(pos, end)
+        self._sought = (pos, end)
+
+    def _move(self, pos: int, end: int) -> None:
+        self.cache.offset = pos
+
+    def before_write(self) -> None:
+        for hold in self._holds:
+            if self._writes_into(hold):
+                low = hold.pos if hold.written_from is None else hold.written_from
+                hold.written_from = min(low, self.cache.offset)
+
+    def _writes_into(self, hold: Hold) -> bool:
+        """Whether the next write may hit the rows that `hold` returns to."""
+        return True
+
+    def hold(self) -> Hold:
+        hold = Hold(self.cache.offset, self._sought, self._references())
+        self._holds.add(hold)
+        return hold
+
+    def _references(self) -> Any:
+        """What besides the cursor a write replaces and `restore` puts back."""
+        return None
+
+    def held(self, hold: Hold) -> bool:
+        """False once a seek below the hold was followed by a write: its rows are gone."""
+        return hold.written_from is None or hold.written_from >= hold.pos
+
+    def restore(self, state: Hold) -> None:
+        if not self.held(state):
+            raise StateError(
+                f"position `{state.pos}` cannot be restored: rows from `{state.written_from}` on "
+                "were overwritten"
+            )
+        self._put_back(state)
+        # The failed call wrote over redo rows in some layers and not in others: no redo in any.
+        self._sought = state.sought if state.written_from is None else None
+
+    def _put_back(self, hold: Hold) -> None:
+        self.cache.offset = hold.pos
+
+    def frontier(self) -> Any:
+        return self.cache.offset
+
+    def restore_frontier(self, state: Any, pos: int) -> None:
+        check_frontier(state, pos)
+        self.seek(pos)
+
+    def fork(self) -> LayerAdapter:
+        twin = copy.copy(self)
+        twin.cache = copy.copy(self.cache)
+        twin._sought = None
+        twin._holds = weakref.WeakSet()
+        return twin
+
+
+class SharedRows(CursorAdapter):
+    """Copy-on-write for branches whose caches write into one buffer in place.
+
+    Forked caches hold the same array object. A writer may go on in place while no living kin that
+    still holds that object needs a row at or past the writer's position; else it leaves first.
+    No owner is recorded: who writes first past the others' rows keeps the buffer.
+    """
+
+    def __init__(self, cache: Any):
+        super().__init__(cache)
+        self._kin: weakref.WeakSet[SharedRows] = weakref.WeakSet([self])
+
+    def _buffer(self) -> mx.array | None:
+        return self.cache.keys
+
+    def _leave(self) -> None:
+        """Keep only views of our rows: the next write finds no room in them and copies."""
+        raise NotImplementedError
+
+    def before_write(self) -> None:
+        pos, mine = self.cache.offset, self._buffer()
+        sharers = [a for a in self._kin if a is not self and a._buffer() is mine]
+        if mine is not None and any(a.end() > pos for a in sharers):
+            self._leave()
+        super().before_write()
+
+    def fork(self) -> LayerAdapter:
+        twin = super().fork()
+        self._kin.add(twin)
+        return twin
+
+
+def check_frontier(taken: int, pos: int) -> None:
+    """A frontier is only good for the exact number of tokens its state has consumed."""
+    if taken != pos:
+        raise StateError(f"a frontier taken at `{taken}` cannot restore position `{pos}`")
