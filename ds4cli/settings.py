@@ -41,6 +41,7 @@ class Option:
     choices: tuple[str, ...] = ()
     valid: Callable[[Any], bool] = lambda value: True
     wants: str = ""  # the valid range in words, for messages and the README
+    unset: str = ""  # what None means, in words
 
     @property
     def metavar(self) -> str:
@@ -80,7 +81,7 @@ class Settings:
     )
     system: str | None = _setting(None, str, MODEL, "System text.", flags=("-s", "--system-prompt"))
     think: bool | None = _setting(
-        None, bool, MODEL, "Switch the template's thinking on or off. [dim]default: its own[/dim]"
+        None, bool, MODEL, "Switch the template's thinking on or off.", unset="the template's own"
     )
     raw: bool = _setting(False, bool, MODEL, "Use the prompt as it is, with no chat template.")
     tools: str | None = _setting(None, str, MODEL, "JSON file with a list of tools in OpenAI form.")
@@ -155,7 +156,7 @@ class Settings:
         None, str, SPECULATION, "Folder or hub id of a small model with the same tokenizer."
     )
     num_draft_tokens: int | None = _setting(
-        None, int, SPECULATION, "Guesses per step. [dim]default: measured[/dim]", **_between(1, 64)
+        None, int, SPECULATION, "Guesses per step.", unset="what pays here", **_between(1, 64)
     )
     speculate: str = _setting(
         "auto",
@@ -184,7 +185,7 @@ class Settings:
         False, bool, OUTPUT, "Do not print the model's reasoning.", flags=("-R",)
     )
     stats: bool | None = _setting(
-        None, bool, OUTPUT, "Print speed and acceptance on stderr. [dim]default: chat only[/dim]"
+        None, bool, OUTPUT, "Print speed and acceptance on stderr.", unset="in chat only"
     )
 
     def __post_init__(self) -> None:
