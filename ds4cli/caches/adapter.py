@@ -48,7 +48,7 @@ class LayerAdapter:
     def restore(self, state: Any) -> None:
         """Undo what happened since `hold`: seeks, restored frontiers, failed model calls.
 
-        After a model call the redo rows above the position are given up. StateError, unchanged,
+        After a model call the redo rows above the position may be gone. StateError, unchanged,
         where `held` is False.
         """
         raise NotImplementedError
@@ -174,7 +174,7 @@ class CursorAdapter(LayerAdapter):
                 "were overwritten"
             )
         self._put_back(state)
-        # The failed call wrote over redo rows in some layers and not in others: no redo in any.
+        # A call that failed may have overwritten the redo rows in place.
         self._sought = state.sought if state.written_from is None else None
 
     def _put_back(self, hold: Hold) -> None:
@@ -224,6 +224,50 @@ class SharedRows(CursorAdapter):
     def fork(self) -> LayerAdapter:
         twin = super().fork()
         self._kin.add(twin)
+        return twin
+
+
+class ReplacedRows(CursorAdapter):
+    """A layer whose writes make new arrays: references are snapshots, and a seek cuts views."""
+
+    fields: tuple[str, ...]
+
+    def __init__(self, cache: Any):
+        super().__init__(cache)
+        self._whole: tuple = ()  # the fields at end(), for the redo
+
+    def _get(self) -> tuple:
+        return tuple(getattr(self.cache, name) for name in self.fields)
+
+    def _set(self, values: tuple, pos: int) -> None:
+        for name, value in zip(self.fields, values, strict=True):
+            setattr(self.cache, name, value)
+        self.cache.offset = pos
+        self._sought = None
+
+    def _cut(self, whole: tuple, end: int, pos: int) -> tuple:
+        """The fields at `pos`, from the fields at `end`."""
+        raise NotImplementedError
+
+    def _move(self, pos: int, end: int) -> None:
+        if self.cache.offset == end:
+            self._whole = self._get()
+        self._set(self._cut(self._whole, end, pos), pos)
+
+    def before_write(self) -> None:
+        # The whole arrays would outlive the write for no one.
+        self._whole, self._sought = (), None
+
+    def _references(self) -> Any:
+        return self._get(), self._whole
+
+    def _put_back(self, hold: Hold) -> None:
+        values, self._whole = hold.rows
+        self._set(values, hold.pos)
+
+    def fork(self) -> LayerAdapter:
+        twin = super().fork()
+        twin._whole = ()
         return twin
 
 

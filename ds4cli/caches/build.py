@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -15,8 +16,10 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
 )
+from mlx_lm.models.deepseek_v41 import LayerCache
 
 from ds4cli.caches.adapter import LayerAdapter
+from ds4cli.caches.compressed import CompressedAdapter, SlackLayerCache, record_compressors
 from ds4cli.caches.plain import ConcatenateAdapter, KVAdapter, QuantizedAdapter
 from ds4cli.caches.recurrent import RecurrentAdapter
 from ds4cli.caches.sliding import (
@@ -25,7 +28,7 @@ from ds4cli.caches.sliding import (
     SlidingKVCache,
     WindowAdapter,
 )
-from ds4cli.errors import ModelError
+from ds4cli.errors import ModelError, UsageError
 
 # Exact classes: a subclass may keep its rows in another way, and a wrong guess corrupts silently.
 ADAPTERS: dict[type, type[LayerAdapter]] = {
@@ -34,6 +37,7 @@ ADAPTERS: dict[type, type[LayerAdapter]] = {
     ConcatenateKVCache: ConcatenateAdapter,
     SlidingKVCache: WindowAdapter,
     SlackChunkedKVCache: ChunkedAdapter,
+    SlackLayerCache: CompressedAdapter,
     ArraysCache: RecurrentAdapter,
 }
 
@@ -42,24 +46,74 @@ ADAPTERS: dict[type, type[LayerAdapter]] = {
 WINDOW_EXTRA = {"plamo3": 1}
 
 
+KV_BITS = (2, 4, 8)
+KV_GROUP_SIZES = (32, 64, 128)
+
+
 class UnsupportedCache(ModelError):
     """A cache class that ds4cli cannot rewind exactly."""
 
 
-def build_caches(model: Any, slack: int) -> list[Any]:
-    """Caches for `model(x, cache=caches)`; windows and chunks keep `slack` positions more."""
-    extra = WINDOW_EXTRA.get(getattr(model, "model_type", None), 0)
+def build_caches(
+    model: Any, slack: int, kv_bits: int | None = None, kv_group_size: int = 64
+) -> list[Any]:
+    """Caches for `model(x, cache=caches)`; windows and chunks keep `slack` positions more.
 
-    def with_slack(cache: Any) -> Any:
+    `kv_bits` quantises the full-attention layers; UsageError where mlx-lm cannot.
+    """
+    caches = [_with_slack(model, i, c, slack) for i, c in enumerate(make_prompt_cache(model))]
+    return caches if kv_bits is None else _quantized(caches, kv_bits, kv_group_size)
+
+
+def _with_slack(model: Any, index: int, cache: Any, slack: int) -> Any:
+    if type(cache) is CacheList:
+        return CacheList(*[_with_slack(model, index, child, slack) for child in cache.caches])
+    if type(cache) is RotatingKVCache and not cache.keep:
+        extra = WINDOW_EXTRA.get(getattr(model, "model_type", None), 0)
+        return SlidingKVCache(cache.max_size + extra, slack)
+    if type(cache) is ChunkedKVCache:
+        return SlackChunkedKVCache(cache.chunk_size, slack)
+    if type(cache) is LayerCache:
+        record_compressors(model.layers[index])
+        return SlackLayerCache(cache.window_size, slack, model.layers[index].self_attn.ratio)
+    return cache
+
+
+def _quantized(caches: list[Any], bits: int, group_size: int) -> list[Any]:
+    if bits not in KV_BITS or group_size not in KV_GROUP_SIZES:
+        raise UsageError(
+            f"cannot quantise the KV cache to `{bits}` bits in groups of `{group_size}`",
+            hint=f"bits: {KV_BITS}, group size: {KV_GROUP_SIZES}",
+        )
+    kinds = {type(cache) for cache in _flat(caches)}
+    if KVCache not in kinds or kinds - {KVCache, ArraysCache}:
+        names = ", ".join(sorted(kind.kind for kind in map(ADAPTERS.get, kinds) if kind))
+        raise UsageError(
+            f"`kv_bits` needs layers with a plain KV cache, this model has: {names}",
+            hint="leave `kv_bits` out; mlx-lm quantises no windows, chunks or compressed rows",
+        )
+
+    def swap(cache: Any) -> Any:
         if type(cache) is CacheList:
-            return CacheList(*map(with_slack, cache.caches))
-        if type(cache) is RotatingKVCache and not cache.keep:
-            return SlidingKVCache(cache.max_size + extra, slack)
-        if type(cache) is ChunkedKVCache:
-            return SlackChunkedKVCache(cache.chunk_size, slack)
-        return cache
+            return CacheList(*map(swap, cache.caches))
+        return QuantizedKVCache(group_size, bits) if type(cache) is KVCache else cache
 
-    return [with_slack(cache) for cache in make_prompt_cache(model)]
+    return [swap(cache) for cache in caches]
+
+
+def check_kv_bits(model: Any, kv_bits: int, kv_group_size: int) -> None:
+    """Run two tokens through quantised caches; UsageError with mlx-lm's reason where it refuses.
+
+    Head sizes that no group divides, latent attention and attention sinks only show in a call.
+    """
+    caches = build_caches(model, 0, kv_bits, kv_group_size)
+    try:
+        mx.eval(model(mx.array([[0, 0]]), cache=caches))
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise UsageError(
+            f"this model does not run with a KV cache of `{kv_bits}` bits: {error}",
+            hint="leave `kv_bits` out, or try another `kv_group_size`",
+        ) from error
 
 
 def adapt(model_caches: list[Any]) -> list[LayerAdapter]:
