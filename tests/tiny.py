@@ -41,8 +41,8 @@ def _cast(p: mx.array, dtype) -> mx.array:
 
 
 def _without_zeros(parameters):
-    """Give all-zero parameters small noise: mlx-lm creates whole RWKV-7, RG-LRU and short-convolution
-    weights as zeros, and a zero weight hides a lost state."""
+    """Give all-zero parameters noise: mlx-lm creates whole RWKV-7, RG-LRU and Baichuan weights as
+    zeros, and a zero weight hides a lost state."""
     flat = [(k, _noise_if_zero(p)) for k, p in tree_flatten(parameters)]
     return tree_unflatten(flat)
 

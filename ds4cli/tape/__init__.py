@@ -1,0 +1,19 @@
+"""Recording and replaying recurrences.
+
+A recurrent state cannot be cut, but what moved it can be kept: a *tape* holds, for every recurrent
+cache of a model, the inputs of the recurrence for each fed token. Replaying the first n of them from
+the state before gives the state after n tokens without a model call.
+
+    recorder = Recorder.arm(model)
+    with recorder.recording(caches) as tape:
+        logits = model(tokens, cache=...)
+    mx.eval(logits, tape.arrays())
+    slots = tape.replay(starts, rows)
+
+`families/` has one file per recurrence; a new one is added there and nowhere else.
+"""
+
+from ds4cli.tape.recorder import Recorder, arrays_caches
+from ds4cli.tape.tape import Tape
+
+__all__ = ["Recorder", "Tape", "arrays_caches"]

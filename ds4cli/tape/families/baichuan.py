@@ -1,0 +1,33 @@
+"""Baichuan-M1's two-tap convolutions of k and v: the slots are their last row, heads before time."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.nn as nn
+
+from ds4cli.tape import frames
+from ds4cli.tape.rebind import Swaps
+from ds4cli.tape.tracks import Tail
+
+name = "two-tap convolution"
+
+
+def owns(module: nn.Module) -> bool:
+    return hasattr(module, "_custom_convolution")
+
+
+def arm(module: nn.Module, swaps: Swaps) -> None:
+    swaps.swap(module, _recording(type(module)))
+
+
+@cache
+def _recording(cls: type) -> type:
+    def _custom_convolution(self, u, weights, state=None):
+        frame = frames.current()
+        if frame is not None:
+            frame.add(Tail((u.swapaxes(1, 2),), 1, time_axis=2))
+        return cls._custom_convolution(self, u, weights, state)
+
+    body = {"_custom_convolution": _custom_convolution, "__module__": cls.__module__}
+    return frames.framed(type(cls.__name__, (cls,), body))

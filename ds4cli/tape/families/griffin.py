@@ -1,0 +1,54 @@
+"""RecurrentGemma's RG-LRU: `rnn_scan` returns every state, so a row is the state itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+
+import mlx.nn as nn
+
+from ds4cli.tape import frames
+from ds4cli.tape.rebind import Swaps, calls, rebound
+from ds4cli.tape.tracks import States, Tail
+
+name = "RG-LRU"
+
+
+def owns(module: nn.Module) -> bool:
+    return calls(type(getattr(module, "rg_lru", None)), "rnn_scan")
+
+
+def arm(module: nn.Module, swaps: Swaps) -> None:
+    swaps.swap(module, frames.framed(type(module)))
+    swaps.swap(module.conv_1d, _convolution(type(module.conv_1d)))
+    swaps.swap(module.rg_lru, _recording(type(module.rg_lru)))
+
+
+@cache
+def _convolution(cls: type) -> type:
+    """The model's own Conv1d: takes the new rows and the history apart."""
+
+    def __call__(self, x, cache=None):
+        frame = frames.current()
+        if frame is not None:
+            frame.add(Tail((x,), self.weight.shape[1] - 1))
+        return cls.__call__(self, x, cache)
+
+    return type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
+
+
+@cache
+def _recording(cls: type) -> type:
+    return rebound(cls, {"rnn_scan": _recorded})
+
+
+def _recorded(scan: Callable) -> Callable:
+    @wraps(scan)
+    def rnn_scan(x, a, h0):
+        y, last = scan(x, a, h0)
+        frame = frames.current()
+        if frame is not None:
+            frame.add(States((y,)))
+        return y, last
+
+    return rnn_scan

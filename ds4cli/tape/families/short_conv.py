@@ -1,0 +1,62 @@
+"""Short convolutions: the slot is the last kernel - 1 rows of the convolution's input.
+
+Alone in LFM2 and gear; in front of the state in every family with a recurrence.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.nn as nn
+
+from ds4cli.tape import frames
+from ds4cli.tape.rebind import Swaps
+from ds4cli.tape.tracks import Tail
+
+name = "short convolution"
+
+
+def owns(module: nn.Module) -> bool:
+    return bool(_convolutions(module)) and "cache" in type(module).__call__.__code__.co_varnames
+
+
+def arm(module: nn.Module, swaps: Swaps) -> None:
+    swaps.swap(module, _framed(type(module)))
+    arm_convolutions(module, swaps)
+
+
+def arm_convolutions(module: nn.Module, swaps: Swaps) -> None:
+    """Record the input of every convolution in `module`; slots are given in call order."""
+    for conv in _convolutions(module):
+        swaps.swap(conv, _recording(type(conv)))
+
+
+def _convolutions(module: nn.Module) -> list[nn.Conv1d]:
+    """Convolutions of the module itself and of plain wrappers around one (Kimi's ShortConv1d)."""
+    children = [c for c in module.children().values() if isinstance(c, nn.Module)]
+    found = [c for c in children if isinstance(c, nn.Conv1d)]
+    wrapped = [g for c in children for g in c.children().values() if _only_child(c, g)]
+    return found + wrapped
+
+
+def _only_child(parent: nn.Module, child) -> bool:
+    return isinstance(child, nn.Conv1d) and len(parent.children()) == 1
+
+
+@cache
+def _framed(cls: type) -> type:
+    return frames.framed(cls)
+
+
+@cache
+def _recording(cls: type) -> type:
+    """Records the input (1, kernel - 1 + rows, channels) less the history in front of it."""
+
+    def __call__(self, x):
+        frame = frames.current()
+        if frame is not None:
+            keep = self.weight.shape[1] - 1
+            frame.add(Tail((x[:, keep:],), keep))
+        return cls.__call__(self, x)
+
+    return type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})

@@ -1,0 +1,87 @@
+"""Mamba-2's state-space duality: `ssm_update` of mlx-lm (Mamba-2, Nemotron-H, Falcon-H1, Granite 4,
+PLaMo 2).
+
+    S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T
+
+A row is x, B and the raw dt; C only makes outputs. The state after n rows is one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, wraps
+from inspect import signature
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.ssm import compute_dt
+
+from ds4cli.tape import frames
+from ds4cli.tape.families.short_conv import arm_convolutions
+from ds4cli.tape.rebind import Swaps, calls, rebound
+from ds4cli.tape.tracks import Track
+
+name = "Mamba-2"
+
+
+@dataclass(frozen=True)
+class SsdRows(Track):
+    """data: x (1, T, H, D), B (1, T, G, N), dt (1, T, H). A_log, dt_bias (H,): the layer's own."""
+
+    A_log: mx.array
+    dt_bias: mx.array
+    time_step_limit: tuple[float, float]
+
+    def key(self):
+        x, B, dt = self.data
+        return x.shape, B.shape, x.dtype, dt.dtype, tuple(self.time_step_limit)
+
+    @classmethod
+    def replay(cls, tracks, starts, rows):
+        columns = zip(*(t.data for t in tracks), strict=True)
+        x, B, dt = (mx.concatenate([c[:, :rows] for c in column]) for column in columns)
+        dt_bias = mx.stack([t.dt_bias for t in tracks])[:, None]
+        dt = compute_dt(dt, dt_bias, tracks[0].time_step_limit)
+        A = -mx.exp(mx.stack([t.A_log for t in tracks]))[:, None].astype(dt.dtype)
+        out = _final_state(x, B, dt, dt * A)
+        if starts[0] is not None:
+            out += mx.exp(mx.sum(dt * A, axis=1))[..., None, None] * mx.concatenate(starts)
+        return mx.split(out, len(tracks))
+
+
+def _final_state(x: mx.array, B: mx.array, dt: mx.array, dtA: mx.array) -> mx.array:
+    """What the rows alone leave: sum over i of exp(dtA_{i+1} + ... + dtA_T) dt_i x_i B_i^T."""
+    # Summing from the end keeps the recent rows exact however strong the decay before them was.
+    decay = mx.exp(mx.cumsum(dtA, axis=1, reverse=True, inclusive=False))
+    dtx = (dt * decay)[..., None] * x
+    B = mx.repeat(B, x.shape[2] // B.shape[2], axis=2)
+    return dtx.transpose(0, 2, 3, 1) @ B.swapaxes(1, 2)
+
+
+def owns(module: nn.Module) -> bool:
+    return calls(type(module), "ssm_update")
+
+
+def arm(module: nn.Module, swaps: Swaps) -> None:
+    swaps.swap(module, _recording(type(module)))
+    arm_convolutions(module, swaps)
+
+
+@cache
+def _recording(cls: type) -> type:
+    return frames.framed(rebound(cls, {"ssm_update": _recorded}))
+
+
+def _recorded(update: Callable) -> Callable:
+    default_limit = signature(update).parameters["time_step_limit"].default
+
+    @wraps(update)
+    def ssm_update(x, A_log, B, C, D, dt, dt_bias, state=None, *args, **kwargs):
+        frame = frames.current()
+        if frame is not None:
+            limit = args[0] if args else kwargs.get("time_step_limit", default_limit)
+            frame.add_state(SsdRows((x, B, dt), A_log, dt_bias, limit))
+        return update(x, A_log, B, C, D, dt, dt_bias, state, *args, **kwargs)
+
+    return ssm_update

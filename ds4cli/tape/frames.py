@@ -1,0 +1,98 @@
+"""Who is recording right now: the logs of the current context, and the frame of the running module.
+
+A *log* collects the rows of one `ArraysCache`; a *frame* is open while the module that was given that
+cache runs. Both live in context variables, so recordings in different contexts do not meet and
+recordings of two models (target and draft) may nest. With no frame open every hook is a plain call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from mlx_lm.models.cache import ArraysCache, CacheList
+
+from ds4cli.tape.tracks import Track
+
+
+class Log:
+    """The tracks that one ArraysCache collects, per slot, in the order of the model calls."""
+
+    def __init__(self, cache: ArraysCache):
+        self.cache = cache
+        self.slots: list[list[Track]] = [[] for _ in cache.cache]
+
+
+class Frame:
+    """One call of a module that owns slots of a recorded cache."""
+
+    def __init__(self, log: Log, slot: int):
+        self._log = log
+        self._next = slot
+
+    @property
+    def cache(self) -> ArraysCache:
+        return self._log.cache
+
+    def add(self, track: Track) -> None:
+        """Record rows for the next slot in call order (convolutions come before their state)."""
+        self._log.slots[self._next].append(track)
+        self._next += 1
+
+    def add_state(self, track: Track) -> None:
+        """Record rows for the last slot, where the state of a recurrence lives; any number of times."""
+        self._log.slots[-1].append(track)
+
+
+_logs: ContextVar[dict[int, Log]] = ContextVar("ds4cli_logs", default={})  # noqa: B039 (never mutated)
+_frame: ContextVar[Frame | None] = ContextVar("ds4cli_frame", default=None)
+
+
+def current() -> Frame | None:
+    """The frame of the module that is running, if its cache is being recorded."""
+    return _frame.get()
+
+
+@contextmanager
+def logging(caches: list[ArraysCache]) -> Iterator[list[Log]]:
+    """Record the rows of these caches in this context, beside whatever is recorded already."""
+    logs = [Log(c) for c in caches]
+    token = _logs.set({**_logs.get(), **{id(log.cache): log for log in logs}})
+    try:
+        yield logs
+    finally:
+        _logs.reset(token)
+
+
+def run(call, self, args: tuple, kwargs: dict, slot: int = 0) -> Any:
+    """Run a module's call, inside a frame when it was given a recorded cache."""
+    logs = _logs.get()
+    log = _find(logs, args, kwargs) if logs else None
+    if log is None:
+        return call(self, *args, **kwargs)
+    token = _frame.set(Frame(log, slot))
+    try:
+        return call(self, *args, **kwargs)
+    finally:
+        _frame.reset(token)
+
+
+def _find(logs: dict[int, Log], args: tuple, kwargs: dict) -> Log | None:
+    for value in (*args, *kwargs.values()):
+        parts = value.caches if isinstance(value, CacheList) else (value,)
+        for part in parts:
+            if isinstance(part, ArraysCache) and id(part) in logs:
+                return logs[id(part)]
+    return None
+
+
+def framed(cls: type, slot: int = 0) -> type:
+    """A subclass of `cls` whose call opens a frame; its first recorded slot is `slot`."""
+    inner = cls.__call__
+
+    def __call__(self, *args, **kwargs):
+        return run(inner, self, args, kwargs, slot)
+
+    return type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})

@@ -1,0 +1,82 @@
+"""Recorder: arms a model's own recurrent modules so that a model call leaves a tape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+
+from ds4cli.errors import ModelError
+from ds4cli.tape import frames
+from ds4cli.tape.families import FAMILIES
+from ds4cli.tape.rebind import Swaps
+from ds4cli.tape.tape import Tape, from_logs
+
+
+class Recorder:
+    """A model whose recurrent modules can record. Make one with `arm`.
+
+    families: names of the recurrences found, for people; empty for a model without any.
+    """
+
+    def __init__(self, families: list[str], swaps: Swaps):
+        self.families = families
+        self._swaps = swaps
+
+    @classmethod
+    def arm(cls, model: nn.Module) -> Recorder:
+        """Put the model's recurrent module instances into recording subclasses.
+
+        Raises ModelError, with the model untouched, where a recurrent cache has no module that
+        could record it.
+        """
+        needed = len(arrays_caches(make_prompt_cache(model)))
+        swaps = Swaps()
+        if not needed:
+            return cls([], swaps)
+        found = {}
+        for family, module in _owners(model):
+            family.arm(module, swaps)
+            found.setdefault(family.name, []).append(module)
+        if sum(len(m) for m in found.values()) < needed:
+            swaps.undo()
+            raise ModelError(
+                f"`{type(model).__module__}.{type(model).__name__}` keeps a recurrent state in a "
+                "module that can't be recorded",
+                hint="report the architecture; the model works without speculation",
+            )
+        return cls(list(found), swaps)
+
+    def disarm(self) -> None:
+        """Give every instance its own class back."""
+        self._swaps.undo()
+        self.families = []
+
+    @contextmanager
+    def recording(self, caches: list[ArraysCache]) -> Iterator[Tape]:
+        """Record the model calls of this context on `caches`. The tape is complete on exit."""
+        tape = Tape()
+        with frames.logging(caches) as logs:
+            yield tape
+        tape._layers = from_logs(logs)._layers
+
+
+def _owners(model: nn.Module):
+    """Each module that keeps a recurrent cache, with the family that records it."""
+    for module in model.modules():
+        family = next((f for f in FAMILIES if f.owns(module)), None)
+        if family is not None:
+            yield family, module
+
+
+def arrays_caches(caches) -> list[ArraysCache]:
+    """The recurrent caches among a model's caches, in order, those inside a CacheList too."""
+    found = []
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            found += arrays_caches(cache.caches)
+        elif isinstance(cache, ArraysCache):
+            found.append(cache)
+    return found

@@ -1,0 +1,92 @@
+"""What a tape holds: one track per slot of a recurrent cache.
+
+A track is the rows that moved this slot, one per token, time on axis 1, batch 1; `Track.replay` says
+what the slot becomes after some of them. Convolution histories, token shifts and token ids are all
+`Tail`; every other recurrence has its own file beside this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class Track:
+    """Rows of one slot. data: arrays (1, rows, ...), one per input of the recurrence."""
+
+    data: tuple[mx.array, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.data[0].shape[1]
+
+    def cut(self, start: int, stop: int) -> Track:
+        """Rows start .. stop (views)."""
+        if start == 0 and stop == self.rows:
+            return self
+        return replace(self, data=tuple(x[:, start:stop] for x in self.data))
+
+    @classmethod
+    def join(cls, tracks: Sequence[Track]) -> Track:
+        """Consecutive tracks of one slot as one; a copy that keeps no longer buffer alive."""
+        columns = zip(*(t.data for t in tracks), strict=True)
+        return replace(tracks[0], data=tuple(_compact(column) for column in columns))
+
+    def key(self) -> Any:
+        """Tracks with equal keys can be replayed as one batch. Default: alone."""
+        return id(self)
+
+    @classmethod
+    def replay(
+        cls, tracks: Sequence[Any], starts: Sequence[mx.array | None], rows: int
+    ) -> list[mx.array]:
+        """The slot of each track after its first `rows` rows, from the slots `starts`."""
+        raise NotImplementedError
+
+
+def _compact(arrays: Sequence[mx.array]) -> mx.array:
+    return mx.concatenate(arrays, axis=1) if len(arrays) > 1 else mx.contiguous(arrays[0])
+
+
+@dataclass(frozen=True)
+class Tail(Track):
+    """A slot that holds the last `keep` rows it has seen.
+
+    grows: before `keep` rows were seen the slot is shorter, instead of filled up with zeros.
+    time_axis: where the slot (not the track) has its rows.
+    """
+
+    keep: int
+    grows: bool = False
+    time_axis: int = 1
+
+    @classmethod
+    def replay(cls, tracks, starts, rows):
+        return [t._after(start, rows) for t, start in zip(tracks, starts, strict=True)]
+
+    def _after(self, start: mx.array | None, rows: int) -> mx.array:
+        (x,) = self.data
+        if rows >= self.keep:
+            return self._turned(mx.contiguous(x[:, rows - self.keep : rows]))
+        x = x[:, :rows]
+        if start is not None:
+            x = mx.concatenate([self._turned(start), x], axis=1)
+        elif not self.grows:
+            x = mx.pad(x, [(0, 0), (self.keep - rows, 0)] + [(0, 0)] * (x.ndim - 2))
+        return self._turned(mx.contiguous(x[:, max(0, x.shape[1] - self.keep) :]))
+
+    def _turned(self, x: mx.array) -> mx.array:
+        return x if self.time_axis == 1 else x.swapaxes(1, self.time_axis)
+
+
+@dataclass(frozen=True)
+class States(Track):
+    """Rows that are the states themselves: after n rows the slot is row n - 1, without its time axis."""
+
+    @classmethod
+    def replay(cls, tracks, starts, rows):
+        return [mx.contiguous(t.data[0][:, rows - 1]) for t in tracks]
