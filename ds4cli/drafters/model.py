@@ -1,0 +1,42 @@
+"""Drafts from a small model with the target's tokenizer.
+
+Its state is a `Timeline` like the target's, so a hybrid or windowed draft rewinds through the same
+code. It samples with the target's own noise for each position, so where the two models agree on
+the likely tokens their picks agree too, at any temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds4cli.sampling import Sampler
+
+from ds4cli.timeline import Timeline
+
+
+class ModelDrafter:
+    """Guesses by running the draft model one token at a time behind the target."""
+
+    name = "model"
+
+    def __init__(self, timeline: Timeline, sampler: Sampler):
+        self.timeline = timeline
+        self._sampler = sampler
+
+    def propose(self, tokens: Sequence[int], n: int) -> list[int]:
+        """The draft model's own picks for the n tokens after `tokens`."""
+        self.timeline.sync(tokens)
+        drafts = [self._pick(tokens)]
+        while len(drafts) < n:
+            self.timeline.feed(drafts[-1:])
+            self.timeline.evaluate()
+            self.timeline.commit(1)
+            drafts.append(self._pick([*tokens, *drafts]))
+        return drafts
+
+    def _pick(self, history: Sequence[int]) -> int:
+        row = self.timeline.logits[None]
+        return self._sampler.pick(row, self.timeline.pos, history).item()
+
+    def rewind(self, pos: int) -> None:
+        """Nothing to do: the next proposal moves the timeline to the target's tokens."""

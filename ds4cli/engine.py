@@ -1,0 +1,207 @@
+"""What is loaded: model, tokenizer, draft model, and what they can do. Makes the sessions."""
+
+from __future__ import annotations
+
+from ds4cli import blas
+
+blas.preload()  # before anything imports mlx.core
+
+# ruff: noqa: E402
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds4cli import drafters, loading, storage
+from ds4cli.caches import adapt, build_caches
+from ds4cli.capabilities import Capabilities, survey
+from ds4cli.errors import UsageError
+from ds4cli.sampling import Sampler
+from ds4cli.session import Session
+from ds4cli.settings import Settings
+from ds4cli.tape import Recorder
+from ds4cli.timeline import Limits, Timeline
+
+# Rows of one block at most: what the slack of a sliding window allows beyond the horizon.
+MAX_DRAFT_TOKENS = 31
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model ready to run: with its tape recorder armed where it has recurrent layers."""
+
+    model: Any
+    recorder: Recorder | None
+
+    @classmethod
+    def arm(cls, model: Any) -> Loaded:
+        recurrent = any(not a.seekable for a in adapt(build_caches(model, 0)))
+        return cls(model, Recorder.arm(model) if recurrent else None)
+
+
+class Engine:
+    """Loaded, shared, read-only. One engine serves any number of sessions.
+
+    model: an mlx-lm model; tokenizer: mlx-lm's TokenizerWrapper (or alike); draft: a draft model.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        settings: Settings,
+        *,
+        draft: Any = None,
+        context_tokens: int | None = None,
+        fingerprint: str = "",
+        notices: Sequence[str] = (),
+    ):
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.context_tokens = context_tokens
+        self.fingerprint = fingerprint
+        self.notices = list(notices)
+        self.stop_ids = set(tokenizer.eos_token_ids)
+        self.max_draft_tokens = MAX_DRAFT_TOKENS
+        self._target = Loaded.arm(model)
+        self._draft = None if draft is None else Loaded.arm(draft)
+        self.capabilities: Capabilities = survey(
+            self._timeline(self._target), self._target.recorder
+        )
+
+    @property
+    def model(self) -> Any:
+        return self._target.model
+
+    @classmethod
+    def load(cls, model: str | Path = "builtin", **settings: Any) -> Engine:
+        """Load a model by folder, hub id or `builtin`; every other setting by keyword.
+
+        UsageError for anything wrong with what was named (nothing is loaded then), ModelError for a
+        model that cannot be used.
+        """
+        chosen = Settings(model=str(model), **settings)
+        source = loading.find(chosen.model, chosen.offline)
+        draft_source = _draft_source(chosen)
+        tokenizer = loading.tokenizer(source)
+        if draft_source is not None:
+            draft_tokenizer = loading.tokenizer(draft_source)
+            loading.check_same_tokenizer(tokenizer, draft_tokenizer, draft_source.name)
+        weights, notices = loading.weights(source, chosen.dtype)
+        draft = None
+        if draft_source is not None:
+            draft, more = loading.weights(draft_source, chosen.dtype)
+            notices += more
+        return cls(
+            weights,
+            tokenizer,
+            chosen,
+            draft=draft,
+            context_tokens=_context(source, draft_source),
+            fingerprint=source.fingerprint(),
+            notices=notices,
+        )
+
+    # -- sessions ---------------------------------------------------------------------------------
+
+    def session(self) -> Session:
+        """A new, empty session."""
+        return self.session_from(self._timeline(self._target))
+
+    def session_from(self, timeline: Timeline) -> Session:
+        """A session that goes on from `timeline`."""
+        sampler = Sampler(self.settings, token_limit=len(self.tokenizer))
+        draft = None if self._draft is None else self._timeline(self._draft)
+        drafter = drafters.make(self.settings, draft, sampler)
+        return Session(self, timeline, sampler, drafter)
+
+    def load_session(self, path: str | Path) -> Session:
+        """The session saved at `path`. StateError if it is torn or another model's."""
+        timeline = self._timeline(self._target)
+        timeline.load_state(storage.read(path, self.fingerprint))
+        return self.session_from(timeline)
+
+    def save_session(self, timeline: Timeline, path: str | Path) -> None:
+        """Write `timeline` to `path`, whole or not at all."""
+        storage.write(path, timeline.state(), self.fingerprint)
+
+    def _timeline(self, loaded: Loaded) -> Timeline:
+        settings = self.settings
+        limits = Limits(
+            horizon_tokens=settings.horizon_tokens,
+            budget_bytes=settings.rewind_mb << 20,
+            chunk_tokens=settings.prefill_step_size,
+        )
+        return Timeline(
+            loaded.model,
+            loaded.recorder,
+            limits,
+            kv_bits=settings.kv_bits,
+            kv_group_size=settings.kv_group_size,
+        )
+
+    # -- text -------------------------------------------------------------------------------------
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, with the tokenizer's own special tokens in front, if any."""
+        return list(self.tokenizer.encode(text))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`, special tokens included."""
+        return self.tokenizer.decode(
+            list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        think: bool | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Token ids of a conversation through the model's chat template.
+
+        Without a template the contents are joined by blank lines. UsageError where the template
+        refuses the messages, or has no room for `tools`.
+        """
+        if not getattr(self.tokenizer, "has_chat_template", False):
+            return self._render_plain(messages, tools)
+        options: dict[str, Any] = {} if think is None else {"enable_thinking": think}
+        if tools:
+            options["tools"] = list(tools)
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=add_generation_prompt, **options
+            )
+        except Exception as error:  # templates raise whatever they like
+            raise UsageError(f"the chat template refuses these messages: {error}") from None
+        return list(ids)
+
+    def _render_plain(self, messages: Sequence[dict[str, Any]], tools: Any) -> list[int]:
+        if tools:
+            raise UsageError("this model has no chat template, so it cannot be given tools")
+        return self.encode("\n\n".join(str(m.get("content", "")) for m in messages))
+
+    def check_context(self, tokens: int) -> None:
+        """UsageError if `tokens` do not fit the model's context."""
+        if self.context_tokens is not None and tokens > self.context_tokens:
+            raise UsageError(
+                f"the prompt has `{tokens}` tokens, this model reads at most "
+                f"`{self.context_tokens}`",
+                "shorten it, or use a model with a longer context",
+            )
+
+
+def _draft_source(settings: Settings) -> loading.Source | None:
+    if settings.drafter == "model" and settings.draft_model is None:
+        raise UsageError("`--drafter model` needs a draft model", "name one with `--draft-model`")
+    if settings.draft_model is None or settings.drafter not in ("auto", "model"):
+        return None
+    return loading.find(settings.draft_model, settings.offline)
+
+
+def _context(source: loading.Source, draft: loading.Source | None) -> int | None:
+    """The longest context that every loaded model can read."""
+    known = [s.context_tokens for s in (source, draft) if s is not None and s.context_tokens]
+    return min(known, default=None)

@@ -1,0 +1,224 @@
+"""The horizon: the last rows that were fed, kept so that going back needs no model call.
+
+Each model call leaves a segment: its tape (inputs of the recurrences, one row a token), its logits
+rows, and, at some segments, a base: the recurrent slots at the segment's start, by reference.
+A position is reached from the nearest base before it by replaying tape rows. The last segment
+always has a base, so the last accepted block is reached from its own start.
+
+Segments are immutable; a fork shares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from ds4cli.tape import Tape
+
+MERGE_SEGMENTS = 16
+MERGE_ROWS = 32
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows `start .. start + rows` of one or more model calls.
+
+    tape: None for models without recurrent layers. logits: (m, V), the last m <= rows rows; row i of
+    the segment predicts the token at start + i + 1. base: recurrent slots at `start`, or None.
+    """
+
+    start: int
+    rows: int
+    tape: Tape | None
+    logits: mx.array | None
+    base: list[list[mx.array | None]] | None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.rows
+
+    @property
+    def first_logits(self) -> int:
+        """The lowest position whose logits row this segment keeps; end + 1 where it keeps none."""
+        return self.end + 1 - (0 if self.logits is None else self.logits.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        tape = 0 if self.tape is None else self.tape.nbytes
+        logits = 0 if self.logits is None else self.logits.nbytes
+        return tape + logits + slots_nbytes(self.base or [])
+
+    def head(self, rows: int) -> Segment:
+        """The first `rows` rows (views)."""
+        tape = None if self.tape is None else self.tape.head(rows)
+        kept = self.start + rows + 1 - self.first_logits
+        logits = self.logits[:kept] if self.logits is not None and kept > 0 else None
+        return Segment(self.start, rows, tape, logits, self.base)
+
+
+def slots_nbytes(slots: list[list[mx.array | None]]) -> int:
+    """Bytes of the recurrent slots of all layers."""
+    return sum(a.nbytes for layer in slots for a in layer if a is not None)
+
+
+class Horizon:
+    """The segments of the last `limit` positions, without gaps, newest last.
+
+    `start_row` is the logits row at the very start (the last row of what came before).
+    """
+
+    def __init__(self, limit: int, spacing: int, budget_bytes: int):
+        self.limit = limit
+        self.spacing = spacing
+        self.budget_bytes = budget_bytes
+        self.segments: list[Segment] = []
+        self.start_row: mx.array | None = None
+
+    def copy(self) -> Horizon:
+        twin = Horizon(self.limit, self.spacing, self.budget_bytes)
+        twin.segments, twin.start_row = list(self.segments), self.start_row
+        return twin
+
+    @property
+    def nbytes(self) -> int:
+        return sum(s.nbytes for s in self.segments)
+
+    @property
+    def low(self) -> int | None:
+        return self.segments[0].start if self.segments else None
+
+    @property
+    def end(self) -> int | None:
+        return self.segments[-1].end if self.segments else None
+
+    def rows(self) -> range:
+        """Positions whose logits row is kept (a range: the oldest rows go first)."""
+        if not self.segments:
+            return range(0)
+        if self.start_row is not None and self.segments[0].first_logits == self.low + 1:
+            return range(self.low, self.end + 1)
+        first = self.end + 1
+        for s in reversed(self.segments):
+            first = s.first_logits
+            if first > s.start + 1:
+                break
+        return range(first, self.end + 1)
+
+    def row(self, pos: int) -> mx.array:
+        """The kept logits row (V,) that predicts the token at pos."""
+        if pos == self.low and self.start_row is not None:
+            return self.start_row
+        segment = next(s for s in reversed(self.segments) if s.start < pos)
+        return segment.logits[pos - segment.first_logits]
+
+    def path(self, pos: int) -> tuple[list, Tape | None, int]:
+        """The nearest base at or before pos, the tape from there, and how many of its rows to replay."""
+        first = max(i for i, s in enumerate(self.segments) if s.base is not None and s.start <= pos)
+        start = self.segments[first].start
+        tapes = [s.tape for s in self.segments[first:] if s.start < pos]
+        tape = tapes[0] if len(tapes) == 1 else Tape.concat(tapes) if tapes else None
+        return self.segments[first].base, tape, pos - start
+
+    def clear(self) -> None:
+        self.segments, self.start_row = [], None
+
+    def truncate(self, pos: int) -> None:
+        """Forget the rows after pos."""
+        kept = [s for s in self.segments if s.start < pos]
+        if kept and kept[-1].end > pos:
+            kept[-1] = kept[-1].head(pos - kept[-1].start)
+        if not kept:
+            self.start_row = None
+        self.segments = kept
+
+    def append(self, segment: Segment, row_before: mx.array | None) -> None:
+        """Add the newest rows; `row_before` is the logits row at the segment's start."""
+        if self.end != segment.start:
+            self.clear()
+        if not self.segments:
+            self.start_row = row_before
+        self._release_base()
+        self.segments.append(segment)
+        self._merge()
+        self._trim()
+
+    def _release_base(self) -> None:
+        """Keep a base every `spacing` rows; the newest one was kept only for its own block."""
+        bases = [i for i, s in enumerate(self.segments) if s.base is not None]
+        if len(bases) > 1:
+            last, previous = self.segments[bases[-1]], self.segments[bases[-2]]
+            if last.start - previous.start < self.spacing:
+                self.segments[bases[-1]] = replace(last, base=None)
+
+    def _merge(self) -> None:
+        """Make one segment of many short ones: the number of live arrays stays bounded."""
+        stop = len(self.segments) - 1
+        first = stop
+        while first > 0 and self.segments[first - 1].rows < MERGE_ROWS:
+            first -= 1
+            if self.segments[first].base is not None:
+                break
+        if stop - first >= MERGE_SEGMENTS:
+            self.segments[first:stop] = [merged(self.segments[first:stop])]
+
+    def _trim(self) -> None:
+        """Drop what lies beyond the limit; short of budget, logits rows first, then the oldest rows."""
+        self._drop_before(self.end - self.limit)
+        if self.nbytes > self.budget_bytes:
+            self._drop_logits()
+        while self.nbytes > self.budget_bytes and len(self.segments) > 1:
+            if not self._drop_before(self.segments[1].start, forced=True):
+                break
+
+    def _drop_before(self, pos: int, forced: bool = False) -> bool:
+        """Start at the last base at or before pos (forced: at the first base at or after it)."""
+        starts = [i for i, s in enumerate(self.segments) if i and self._can_start(s)]
+        if forced:
+            first = next((i for i in starts if self.segments[i].start >= pos), 0)
+        else:
+            first = max((i for i in starts if self.segments[i].start <= pos), default=0)
+        if first:
+            has_row = self.segments[first].start in self.rows()
+            self.start_row = self.row(self.segments[first].start) if has_row else None
+            del self.segments[:first]
+        return bool(first)
+
+    def _can_start(self, segment: Segment) -> bool:
+        return segment.base is not None or segment.tape is None
+
+    def _drop_logits(self) -> None:
+        excess = self.nbytes - self.budget_bytes
+        for i, s in enumerate(self.segments[:-1]):
+            if excess <= 0:
+                return
+            if s.logits is not None:
+                excess -= s.logits.nbytes
+                self.segments[i] = replace(s, logits=None)
+                self.start_row = None
+
+
+def merged(segments: list[Segment]) -> Segment:
+    """One segment of consecutive ones, with compact arrays (evaluation is started, not awaited)."""
+    tape = None if segments[0].tape is None else Tape.concat([s.tape for s in segments])
+    logits = _merged_logits(segments)
+    mx.async_eval([*_present(logits), *(tape.arrays() if tape else [])])
+    rows = sum(s.rows for s in segments)
+    return Segment(segments[0].start, rows, tape, logits, segments[0].base)
+
+
+def _merged_logits(segments: list[Segment]) -> mx.array | None:
+    """The logits of the newest segments up to the first gap."""
+    kept: list[mx.array] = []
+    for s in reversed(segments):
+        if s.logits is not None:
+            kept.insert(0, s.logits)
+        if s.first_logits > s.start + 1:
+            break
+    return mx.concatenate(kept) if kept else None
+
+
+def _present(array: mx.array | None) -> Iterable[Any]:
+    return [] if array is None else [array]

@@ -1,0 +1,198 @@
+"""Finding and loading a model: folders, hub ids, weights in the right dtype, tokenizers.
+
+Everything that can be wrong with what the user named is found before weights are read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model, hf_repo_to_path, load_model, load_tokenizer
+
+from ds4cli.errors import ModelError, UsageError
+
+BUILTIN = Path(__file__).parent / "builtin"
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
+# Share of the free memory that float32 weights may take on a CPU before we keep them as stored.
+FLOAT32_MEMORY_SHARE = 0.6
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model folder that was found, and its config.json."""
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+
+    @property
+    def context_tokens(self) -> int | None:
+        """The longest context its config states; None where it states none."""
+        for table in (self.config, self.config.get("text_config") or {}):
+            for key in CONTEXT_KEYS:
+                if isinstance(table.get(key), int):
+                    return table[key]
+        return None
+
+    def fingerprint(self) -> str:
+        """Changes when config, tokenizer or the size of the weights change."""
+        digest = hashlib.sha256()
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+            path = self.folder / name
+            digest.update(path.read_bytes() if path.exists() else b"-")
+        for path in sorted(self.folder.glob("model*.safetensors")):
+            digest.update(f"{path.name} {path.stat().st_size}".encode())
+        return digest.hexdigest()[:32]
+
+
+def find(name: str, offline: bool = False) -> Source:
+    """The model folder for a folder, a hub id or `builtin`. UsageError if there is none."""
+    folder = _folder(name, offline)
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(
+            f"`{name}` is not a model folder: it has no config.json",
+            "give an mlx-lm folder, a hub id such as `mlx-community/NAME`, or `builtin`",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read `{path}`: {error}") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise UsageError(f"`{path}` names no model_type")
+    return Source(name, folder, config)
+
+
+def _folder(name: str, offline: bool) -> Path:
+    if name == "builtin":
+        if not (BUILTIN / "config.json").exists():
+            raise UsageError(
+                "this installation has no built-in model",
+                "name one with `-m`: an mlx-lm folder or a hub id",
+            )
+        return BUILTIN
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise UsageError(f"`{name}` is a file, not a model folder")
+    if name.count("/") != 1 or name.startswith((".", "~", "/")):
+        raise UsageError(f"there is no model folder `{name}`", "a hub id looks like `OWNER/NAME`")
+    return _from_hub(name, offline)
+
+
+def _from_hub(name: str, offline: bool) -> Path:
+    """A hub repository's local copy, downloaded as mlx-lm does unless `offline`."""
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from mlx_lm.utils import _download
+
+    if offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        return hf_repo_to_path(name) if offline else _download(name)
+    except HFValidationError:
+        raise UsageError(f"`{name}` is neither a folder nor a hub id") from None
+    except (LocalEntryNotFoundError, FileNotFoundError):
+        hint = "run once without --offline" if offline else "check the network and the name"
+        raise UsageError(f"`{name}` is not on this machine", hint) from None
+    except Exception as error:  # the hub's client raises many kinds
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(
+            f"cannot get `{name}`: {first}", "check the network and the name"
+        ) from None
+
+
+def tokenizer(source: Source) -> Any:
+    """The folder's tokenizer, wrapped by mlx-lm."""
+    try:
+        return load_tokenizer(source.folder, eos_token_ids=source.config.get("eos_token_id"))
+    except Exception as error:  # transformers raises many kinds
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(f"`{source.name}` has no usable tokenizer: {first}") from None
+
+
+def weights(source: Source, dtype: str) -> tuple[Any, list[str]]:
+    """The model with its weights evaluated, and notices about them.
+
+    dtype: "stored", "float32", or "auto": float32 on a CPU when that fits, else as stored.
+    """
+    try:
+        model, _ = load_model(source.folder, lazy=True)
+    except FileNotFoundError:
+        raise UsageError(f"`{source.name}` has no weights (model*.safetensors)") from None
+    except ValueError as error:
+        raise UsageError(
+            f"cannot load `{source.name}`: {error}", _unsupported_hint(error)
+        ) from None
+    except Exception as error:  # a config that its model class cannot read, a broken file
+        raise ModelError(f"cannot load `{source.name}`: {error}") from None
+    notices = _to_float32(model, source.name) if _wants_float32(model, dtype) else []
+    mx.eval(model.parameters())
+    model.eval()
+    return model, notices
+
+
+def _unsupported_hint(error: Exception) -> str | None:
+    return "this mlx-lm does not know that model type" if "not supported" in str(error) else None
+
+
+def _wants_float32(model: Any, dtype: str) -> bool:
+    if dtype != "auto":
+        return dtype == "float32"
+    # Half-precision and quantised products are 10 to 100 times slower on MLX's CPU backend.
+    if mx.default_device() != mx.Device(mx.cpu):
+        return False
+    return float32_bytes(model) < FLOAT32_MEMORY_SHARE * free_memory_bytes()
+
+
+def float32_bytes(model: Any) -> int:
+    """Bytes of the weights as float32 (quantised ones unpacked)."""
+    from mlx_lm.utils import get_total_parameters
+
+    return 4 * get_total_parameters(model)
+
+
+def free_memory_bytes() -> int:
+    """Memory that is free now; a large number where the system does not say."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return 1 << 62
+
+
+def _to_float32(model: Any, name: str) -> list[str]:
+    floats = {v.dtype for _, v in tree_flatten(model.parameters()) if _is_float(v)}
+    packed = any(v.dtype == mx.uint32 for _, v in tree_flatten(model.parameters()))
+    if floats <= {mx.float32} and not packed:
+        return []
+    model.set_dtype(mx.float32)  # scales first, so that unpacking rounds nothing
+    dequantize_model(model)
+    gigabytes = 4 * sum(v.size for _, v in tree_flatten(model.parameters())) / 1e9
+    return [f"`{name}`: weights held as float32 ({gigabytes:.1f} GB), the fast type here"]
+
+
+def _is_float(array: mx.array) -> bool:
+    return mx.issubdtype(array.dtype, mx.floating)
+
+
+def check_same_tokenizer(target: Any, draft: Any, draft_name: str) -> None:
+    """A draft model must speak the target's tokens: compared by content, padding apart."""
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours == theirs:
+        return
+    differing = sorted(
+        (i, t) for t, i in (ours.items() ^ theirs.items()) if ours.get(t) != theirs.get(t)
+    )
+    token_id, token = differing[0]
+    raise UsageError(
+        f"draft model `{draft_name}` has another tokenizer: token `{token}` is "
+        f"{ours.get(token, 'missing')} in the target and {theirs.get(token, 'missing')} in the draft",
+        f"{len(differing)} entries differ, the first at id {token_id}; use a draft of the same family",
+    )

@@ -1,0 +1,305 @@
+"""One conversation's timeline and the speculative loop over it.
+
+A step is one block: pick the next token from the kept logits, draft what may follow, verify both in
+one model call, commit what agrees. A sampled token enters `tokens` when it is fed, so an EOS or a
+token after a stop is never in the state. Output depends on weights, tokens, sampling settings, seed
+and attempt only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from ds4cli.errors import StateError, UsageError
+from ds4cli.rewind import RewindPlan, RewindReport
+from ds4cli.text import Detokenizer, StopScanner
+
+if TYPE_CHECKING:
+    from ds4cli.engine import Engine
+    from ds4cli.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Event:
+    """A piece of a reply: committed tokens, the text they completed, and at the end the reason.
+
+    finish_reason: "stop", "length", "tool", "cancelled", or None while the reply goes on.
+    """
+
+    tokens: list[int]
+    text: str
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One block's outcome: the tokens it committed, or "stop" when the next token is an EOS."""
+
+    tokens: list[int]
+    finish_reason: str | None = None
+
+
+@dataclass
+class Stats:
+    """What a session did so far. Times in seconds; accept_counts[k] = blocks that kept k drafts."""
+
+    drafter: str = "none"
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_s: float = 0.0
+    generated_tokens: int = 0
+    decode_s: float = 0.0
+    blocks: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    accept_counts: list[int] = field(default_factory=list)
+    rewinds: int = 0
+    discarded_tokens: int = 0
+    replayed_tokens: int = 0
+    forwards: int = 0
+
+    def count_block(self, drafted: int, accepted: int) -> None:
+        self.blocks += 1
+        self.proposed += drafted
+        self.accepted += accepted
+        missing = accepted + 1 - len(self.accept_counts)
+        self.accept_counts.extend([0] * missing)
+        self.accept_counts[accepted] += 1
+
+    def count_move(self, report: RewindReport) -> None:
+        self.rewinds += report.discarded > 0
+        self.discarded_tokens += report.discarded
+        self.replayed_tokens += report.replayed
+        self.forwards += report.forwards
+
+
+def accepted_drafts(drafts: Sequence[int], picks: Sequence[int], stop_ids: set[int]) -> int:
+    """How many drafts equal the target's own picks, in order, up to the first EOS (not counted)."""
+    for i, (draft, pick) in enumerate(zip(drafts, picks, strict=False)):
+        if draft != pick or draft in stop_ids:
+            return i
+    return len(drafts)
+
+
+class Session:
+    """One timeline of one engine. Public state: tokens, pos, logits, stats, attempt."""
+
+    def __init__(self, engine: Engine, timeline: Timeline, sampler: Any, drafter: Any):
+        self.engine = engine
+        self.sampler = sampler
+        self.drafter = drafter
+        self.stats = Stats(drafter=drafter.name)
+        self._timeline = timeline
+        self._next: tuple[int, int, int] | None = None  # pos, attempt, the token picked for it
+
+    # -- state ------------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that every layer has consumed."""
+        return list(self._timeline.tokens)
+
+    @property
+    def pos(self) -> int:
+        return self._timeline.pos
+
+    @property
+    def logits(self) -> mx.array | None:
+        """The row (V,) that predicts the token at pos; None before the first token."""
+        return self._timeline.logits
+
+    @property
+    def attempt(self) -> int:
+        return self.sampler.attempt
+
+    @attempt.setter
+    def attempt(self, value: int) -> None:
+        self.sampler.attempt = value
+
+    # -- moving -----------------------------------------------------------------------------------
+
+    def plan(self, pos: int) -> RewindPlan:
+        """How `rewind(pos)` would go and what it would cost. No side effect."""
+        return self._timeline.plan(pos)
+
+    def rewind(self, pos: int) -> RewindReport:
+        """Stand at `pos` or raise StateError with nothing changed."""
+        return self._moved(self._timeline.rewind(pos))
+
+    def sync(
+        self,
+        tokens: Sequence[int],
+        *,
+        cancel: Callable[[], bool] = lambda: False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> RewindReport:
+        """Make the session's tokens equal `tokens`; what both have in common is not read again.
+
+        `progress(done, total)` after each model call. When `cancel()` turns true the session stops
+        between calls and keeps what it read.
+        """
+        self.engine.check_context(len(tokens))
+        report = self._moved(self._timeline.sync(tokens, cancel=cancel, progress=progress))
+        self.stats.prompt_tokens = len(tokens)
+        self.stats.cached_tokens = len(tokens) - report.replayed - report.prefilled
+        self.stats.prompt_s += report.seconds
+        return report
+
+    def _moved(self, report: RewindReport) -> RewindReport:
+        self._next = None
+        self.drafter.rewind(self.pos)
+        self.stats.count_move(report)
+        return report
+
+    def mark(self, kind: str = "turn") -> None:
+        """Keep this position cheap to come back to: "system", "turn", "prompt" or "tool"."""
+        self._timeline.mark(kind)
+
+    def fork(self) -> Session:
+        """An independent branch at the same position; both may go on."""
+        twin = self.engine.session_from(self._timeline.fork())
+        twin.attempt = self.attempt
+        return twin
+
+    def save(self, path: str) -> None:
+        """Write tokens, state and ladder to `path` (safetensors), complete or not at all."""
+        self.engine.save_session(self._timeline, path)
+
+    # -- the speculative loop ---------------------------------------------------------------------
+
+    def step(self, max_tokens: int | None = None, drafts: Sequence[int] | None = None) -> Step:
+        """One block: at least one token is committed unless the next one is an EOS.
+
+        max_tokens: commit at most this many. drafts: use these guesses instead of the drafter's.
+        """
+        begin = time.perf_counter()
+        first = self.next_token()
+        if first in self.engine.stop_ids:
+            return Step([], "stop")
+        if drafts is None:
+            drafts = self._propose(first, max_tokens)
+        kept = self._verify([first, *drafts])
+        self.stats.decode_s += time.perf_counter() - begin
+        return Step(kept)
+
+    def next_token(self) -> int:
+        """The token that the next step will feed first."""
+        if self._next is None or self._next[:2] != (self.pos, self.attempt):
+            if self.logits is None:
+                if self.pos == 0:
+                    raise StateError("there is nothing to go on from", "sync a prompt first")
+                self.rewind(self.pos)
+            pick = self.sampler.pick(self.logits[None], self.pos, self._timeline.tokens)
+            self._next = (self.pos, self.attempt, pick.item())
+        return self._next[2]
+
+    def _propose(self, first: int, max_tokens: int | None) -> list[int]:
+        room = self.engine.max_draft_tokens
+        if max_tokens is not None:
+            room = min(room, max_tokens - 1)
+        if self.engine.context_tokens is not None:
+            room = min(room, self.engine.context_tokens - self.pos - 1)
+        if room <= 0:
+            return []
+        return list(self.drafter.propose([*self._timeline.tokens, first], room))[:room]
+
+    def _verify(self, feed: list[int]) -> list[int]:
+        """One model call on the block; commit its first token and the drafts that agree."""
+        timeline, start = self._timeline, self.pos
+        rows = timeline.feed(feed)
+        try:
+            picks = self.sampler.pick(rows, start + 1, [*timeline.tokens, *feed])
+        except BaseException:
+            timeline.abort()
+            raise
+        timeline.evaluate(picks)
+        picks = picks.tolist()
+        accepted = accepted_drafts(feed[1:], picks, self.engine.stop_ids)
+        timeline.commit(1 + accepted)
+        self._next = (self.pos, self.attempt, picks[accepted])
+        self.stats.count_block(len(feed) - 1, accepted)
+        self.stats.generated_tokens += 1 + accepted
+        self.stats.forwards += 1
+        return feed[: 1 + accepted]
+
+    def stream(
+        self,
+        max_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+        guard: Any = None,
+        cancel: Callable[[], bool] = lambda: False,
+        since: int | None = None,
+    ) -> Iterator[Event]:
+        """Generate from here; yields one event a block and a last one with the finish reason.
+
+        max_tokens: None = the engine's setting, -1 = no limit. stop: strings; the text ends before
+        the first one, and the tokens that touch it are not in the state. since: position where the
+        text that goes on began (for a reply that was cut). Leaving early keeps the session usable.
+        """
+        settings = self.engine.settings
+        limit = settings.max_tokens if max_tokens is None else max_tokens
+        if limit < -1:
+            raise UsageError(f"max_tokens is `{limit}`", "give -1 for no limit, or 0 and more")
+        stop = settings.stop if stop is None else [stop] if isinstance(stop, str) else stop
+        before = self.tokens[since:] if since is not None else []
+        reply = _Reply(Detokenizer(self.engine.decode, before), StopScanner(stop), self.pos)
+        yield from self._blocks(reply, None if limit < 0 else limit, cancel)
+
+    def _blocks(
+        self, reply: _Reply, limit: int | None, cancel: Callable[[], bool]
+    ) -> Iterator[Event]:
+        while (reason := self._reason_to_end(reply, limit, cancel)) is None:
+            step = self.step(None if limit is None else limit - reply.count(self.pos))
+            if step.finish_reason is not None:
+                reason = step.finish_reason
+                break
+            text, kept = reply.take(step.tokens)
+            if kept is not None:
+                dropped = self.pos - kept
+                self.rewind(kept)
+                self.stats.generated_tokens -= dropped
+                yield Event(step.tokens[: max(0, len(step.tokens) - dropped)], text, "stop")
+                return
+            yield Event(step.tokens, text)
+        yield Event([], reply.flush(), reason)
+
+    def _reason_to_end(
+        self, reply: _Reply, limit: int | None, cancel: Callable[[], bool]
+    ) -> str | None:
+        context = self.engine.context_tokens
+        if limit is not None and reply.count(self.pos) >= limit:
+            return "length"
+        if context is not None and self.pos >= context:
+            return "length"
+        return "cancelled" if cancel() else None
+
+
+@dataclass
+class _Reply:
+    """The text side of one reply that begins at position `start`."""
+
+    detokenizer: Detokenizer
+    scanner: StopScanner
+    start: int
+
+    def count(self, pos: int) -> int:
+        return pos - self.start
+
+    def take(self, tokens: Sequence[int]) -> tuple[str, int | None]:
+        """The text to show for `tokens`, and the position to keep if a stop string ended the reply."""
+        shown = []
+        for token in tokens:
+            text, hit = self.scanner.push(self.detokenizer.push(token))
+            shown.append(text)
+            if hit is not None:
+                return "".join(shown), self.start + hit.kept
+        return "".join(shown), None
+
+    def flush(self) -> str:
+        text, hit = self.scanner.push(self.detokenizer.flush())
+        return text if hit is not None else text + self.scanner.flush()

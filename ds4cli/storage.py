@@ -1,0 +1,94 @@
+"""A session's timeline in one safetensors file: tokens, every layer's state, the ladder.
+
+Written to a temporary file, synced, then renamed, so that a file is whole or absent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ds4cli.errors import StateError
+
+FORMAT = "ds4cli session 1"
+
+
+def pack(tree: Any, arrays: dict[str, mx.array]) -> Any:
+    """`tree` as JSON, its arrays moved to `arrays` and named there."""
+    if isinstance(tree, mx.array):
+        name = f"a{len(arrays)}"
+        arrays[name] = tree
+        return {"array": name}
+    if isinstance(tree, dict):
+        return {"dict": {key: pack(value, arrays) for key, value in tree.items()}}
+    if isinstance(tree, (list, tuple)):
+        kind = "tuple" if isinstance(tree, tuple) else "list"
+        return {kind: [pack(item, arrays) for item in tree]}
+    return tree
+
+
+def unpack(node: Any, arrays: dict[str, mx.array]) -> Any:
+    """The inverse of `pack`."""
+    if not isinstance(node, dict):
+        return node
+    ((kind, value),) = node.items()
+    if kind == "array":
+        return arrays[value]
+    if kind == "dict":
+        return {key: unpack(item, arrays) for key, item in value.items()}
+    items = [unpack(item, arrays) for item in value]
+    return tuple(items) if kind == "tuple" else items
+
+
+def write(path: str | Path, tree: Any, fingerprint: str) -> None:
+    """Write `tree` (JSON-able with arrays in it) to `path`, or nothing at all."""
+    path = Path(path)
+    arrays: dict[str, mx.array] = {}
+    body = json.dumps(pack(tree, arrays))
+    arrays = {name: _written_out(a) for name, a in arrays.items()} or {"a0": mx.zeros(1)}
+    metadata = {"format": FORMAT, "fingerprint": fingerprint, "body": body}
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.safetensors")
+    try:
+        mx.save_safetensors(str(temporary), arrays, metadata)
+        _sync(temporary, sum(a.nbytes for a in arrays.values()))
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        raise StateError(f"cannot save the session to `{path}`: {error}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _written_out(array: mx.array) -> mx.array:
+    return mx.contiguous(array)
+
+
+def _sync(path: Path, array_bytes: int) -> None:
+    """Force the file to disk; a full disk shows as a file shorter than its arrays."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+    if path.stat().st_size < array_bytes:
+        raise OSError("the disk is full")
+
+
+def read(path: str | Path, fingerprint: str) -> Any:
+    """The tree that `write` was given. StateError for another model's or a torn file."""
+    path = Path(path)
+    if not path.is_file():
+        raise StateError(f"there is no session file `{path}`")
+    try:
+        arrays, metadata = mx.load(str(path), format="safetensors", return_metadata=True)
+        mx.eval(list(arrays.values()))
+    except (RuntimeError, ValueError) as error:
+        raise StateError(f"session file `{path}` is torn or no session: {error}") from None
+    if metadata.get("format") != FORMAT:
+        raise StateError(f"`{path}` is not a session file of this version")
+    if metadata.get("fingerprint") != fingerprint:
+        raise StateError(
+            f"session file `{path}` belongs to another model or tokenizer",
+            "load it with the model that wrote it",
+        )
+    return unpack(json.loads(metadata["body"]), arrays)

@@ -1,0 +1,504 @@
+"""One model, its caches and the tokens they have consumed: the only place where that state changes.
+
+Invariants: every layer stands at `pos`; `logits` is the row that predicts the token at `pos`;
+`len(tokens) == pos`. State moves forward in `commit`, once per model call and after evaluation, and
+moves elsewhere in `_move`. A call that fails, in any layer, leaves everything where it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from ds4cli.caches import LayerAdapter, adapt, build_caches, nest
+from ds4cli.errors import StateError
+from ds4cli.horizon import Horizon, Segment, slots_nbytes
+from ds4cli.rewind import (
+    Frontier,
+    Ladder,
+    Reach,
+    RewindPlan,
+    RewindReport,
+    call_sizes,
+    common_prefix,
+    plan,
+)
+from ds4cli.tape import Recorder, Tape
+
+# The logits rows of one call are kept up to this many bytes; a long feed's final call is cut to fit.
+MAX_CALL_LOGITS_BYTES = 64 << 20
+DENSE_BASES = 4
+# Cache kinds that never drop a row.
+EVERY_ROW = ("kv", "quantized kv", "concatenate")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far back is kept, and how a long feed is cut.
+
+    horizon_tokens: positions reached without a model call. budget_bytes: record, horizon and ladder
+    together. chunk_tokens: tokens of one prefill call.
+    """
+
+    horizon_tokens: int = 256
+    budget_bytes: int = 512 << 20
+    chunk_tokens: int = 512
+
+    @property
+    def slack_tokens(self) -> int:
+        """Rows that a sliding window holds beyond its own length: the horizon and one block."""
+        return self.horizon_tokens + 32
+
+
+@dataclass(frozen=True)
+class _Block:
+    """An open model call: fed but not committed."""
+
+    start: int
+    feed: list[int]
+    holds: list[Any]
+    slots: list[list[mx.array | None]]
+    tape: Tape | None
+    logits: mx.array  # (n, V), lazy until `evaluate`
+
+
+@dataclass
+class Counters:
+    """Model calls and tokens fed, ever; what tests and benchmarks read."""
+
+    forwards: int = 0
+    fed_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    holds: list[Any]
+    tokens: list[int]
+    ahead: list[int]
+    logits: mx.array | None
+    record: tuple[int, int]
+    horizon: Horizon
+    ladder: Ladder
+    adapters: list[LayerAdapter]
+    caches: list[Any]
+
+
+class Timeline:
+    """One model's tokens and caches, with a horizon and a ladder to go back by.
+
+    model: an mlx-lm model, called as `model(tokens (1, n), cache=caches) -> logits (1, n, V)`.
+    recorder: the armed tape recorder; None means that recurrent layers go back by feeding tokens.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        recorder: Recorder | None,
+        limits: Limits,
+        *,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+    ):
+        self.model = model
+        self.recorder = recorder
+        self.limits = limits
+        self.counters = Counters()
+        self.recording = True
+        self._kv = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
+        self._row_bytes = 0
+        self._logits_row_bytes = 0
+        self._set_caches(build_caches(model, limits.slack_tokens, **self._kv))
+        self._start_empty()
+
+    def _set_caches(self, caches: list[Any], adapters: list[LayerAdapter] | None = None) -> None:
+        self.caches = caches
+        self.adapters = adapt(caches) if adapters is None else adapters
+        self._recurrent = [a for a in self.adapters if not a.seekable]
+        self._seekable = [a for a in self.adapters if a.seekable]
+
+    def _start_empty(self) -> None:
+        self.tokens: list[int] = []
+        self.ahead: list[int] = []  # tokens beyond pos whose rows still stand: redo
+        self.logits: mx.array | None = None
+        self.record = (0, 0)
+        limits = self.limits
+        self.horizon = Horizon(limits.horizon_tokens, 64, limits.budget_bytes // 2)
+        self.ladder = Ladder(limits.budget_bytes)
+        self._open: _Block | None = None
+
+    @property
+    def pos(self) -> int:
+        return len(self.tokens)
+
+    # -- forward: one model call ------------------------------------------------------------------
+
+    def feed(self, tokens: Sequence[int], *, record: bool = True) -> mx.array:
+        """Open a block: one model call on `tokens`. Returns its logits rows (n, V), lazy.
+
+        Nothing is published until `commit`. `record` False keeps no tape (early prefill chunks).
+        """
+        if self._open is not None:
+            raise StateError("a block is open already")
+        self._forget_ahead()
+        holds = [a.hold() for a in self.adapters]
+        slots = [holds[i] for i, a in enumerate(self.adapters) if not a.seekable]
+        try:
+            for a in self.adapters:
+                a.before_write()
+            logits, tape = self._call(tokens, record and self.recording)
+        except BaseException:
+            self._restore(holds)
+            raise
+        self._open = _Block(self.pos, list(tokens), holds, slots, tape, logits)
+        return logits
+
+    def _call(self, tokens: Sequence[int], record: bool) -> tuple[mx.array, Tape | None]:
+        self.counters.forwards += 1
+        self.counters.fed_tokens += len(tokens)
+        taped = record and self.recorder is not None and bool(self._recurrent)
+        caches = [a.cache for a in self._recurrent]
+        with self.recorder.recording(caches) if taped else nullcontext() as tape:
+            logits = self.model(mx.array(tokens, dtype=mx.int32)[None], cache=self.caches)
+        return logits[0], tape
+
+    def evaluate(self, *arrays: mx.array, rows: bool = True) -> None:
+        """Evaluate the open block with `arrays` in one go; on failure the block is undone."""
+        block = self._open
+        try:
+            mx.eval(
+                *arrays,
+                block.logits if rows else [],
+                block.tape.arrays() if block.tape is not None else [],
+                [a.arrays() for a in self.adapters],
+            )
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """Undo the open block."""
+        if self._open is not None:
+            self._restore(self._open.holds)
+            self._open = None
+
+    def commit(self, rows: int, *, keep_logits: bool = True) -> None:
+        """Publish the first `rows` rows of the open block; the rest never happened."""
+        block = self._open
+        try:
+            if rows < len(block.feed):
+                self._keep_head(block, rows)
+        except BaseException:
+            self.abort()
+            raise
+        self._open = None
+        row_before, self.logits = self.logits, block.logits[rows - 1] if keep_logits else None
+        self.tokens.extend(block.feed[:rows])
+        self.record = (block.start, self.pos)
+        self._remember(block, rows, row_before, keep_logits)
+
+    def _keep_head(self, block: _Block, rows: int) -> None:
+        """Stand at row `rows` of the block: replay the recurrences, move the cursors."""
+        end = block.start + rows
+        if self._recurrent and block.tape is None:
+            self._feed_head_again(block, rows)
+            return
+        slots = block.tape.replay(block.slots, rows) if self._recurrent else []
+        for a in self._seekable:
+            a.seek(end)
+        for a, layer in zip(self._recurrent, slots, strict=True):
+            a.restore(layer)
+
+    def _feed_head_again(self, block: _Block, rows: int) -> None:
+        """Without a tape: back to the block's start, then a second model call."""
+        self._restore(block.holds)
+        self._call(block.feed[:rows], record=False)
+        mx.eval([a.arrays() for a in self.adapters])
+
+    def _remember(self, block: _Block, rows: int, row_before: Any, keep_logits: bool) -> None:
+        if not self.recording:
+            return
+        if self._recurrent and block.tape is None:
+            self.horizon.clear()
+            return
+        self._measure(block)
+        tape = block.tape
+        logits = block.logits if keep_logits else None
+        base = block.slots if self._recurrent else None
+        segment = Segment(block.start, len(block.feed), tape, logits, base)
+        if rows < len(block.feed):
+            segment = segment.head(rows)
+        self.horizon.append(segment, row_before)
+        self._mark_if_due()
+
+    def _measure(self, block: _Block) -> None:
+        """Learn the tape's bytes per row, and space the bases by what one base costs."""
+        if block.tape is not None and not self._row_bytes:
+            self._row_bytes = max(1, block.tape.nbytes // max(1, len(block.feed)))
+        if block.start and block.slots:
+            affordable = DENSE_BASES * slots_nbytes(block.slots) <= self.horizon.budget_bytes // 4
+            self.horizon.spacing = 64 if affordable else self.horizon.limit
+
+    def _forget_ahead(self) -> None:
+        """The next write overwrites what lies beyond pos."""
+        if self.ahead:
+            self.ahead = []
+            self.horizon.truncate(self.pos)
+            self.ladder.drop_after(self.pos)
+
+    def _restore(self, holds: list[Any]) -> None:
+        for a, held in zip(self.adapters, holds, strict=True):
+            a.restore(held)
+
+    # -- marks ------------------------------------------------------------------------------------
+
+    @property
+    def can_cut(self) -> bool:
+        """True when every layer keeps every row: then a rewind is a cursor move, and no mark helps."""
+        return all(a.kind in EVERY_ROW for a in self.adapters)
+
+    def mark(self, kind: str) -> None:
+        """Put a frontier of the current position on the ladder (nothing to do if all layers cut)."""
+        if self.pos == 0 or not self.recording or self.can_cut:
+            return
+        payload = [a.frontier() for a in self.adapters]
+        pairs = zip(self.adapters, payload, strict=True)
+        arrays = [x for a, state in pairs for x in a.frontier_arrays(state)]
+        logits = None if self.logits is None else mx.contiguous(self.logits)
+        mx.async_eval(arrays, [] if logits is None else logits)
+        nbytes = sum(x.nbytes for x in arrays) + (0 if logits is None else logits.nbytes)
+        self.ladder.add(Frontier(self.pos, kind, payload, nbytes, logits), self.pos)
+        self.ladder.thin(self.pos, max(0, self.limits.budget_bytes - self.horizon.nbytes))
+
+    def _mark_if_due(self) -> None:
+        newest = self.ladder.frontiers[-1].pos if self.ladder.frontiers else 0
+        if self.pos - newest >= max(64, self.limits.horizon_tokens // 4):
+            self.mark("block")
+
+    # -- back -------------------------------------------------------------------------------------
+
+    def reach(self) -> Reach:
+        """What is reached now, and from which frontiers the rest."""
+        low = max((a.reach() for a in self._seekable), default=0)
+        high = min((a.end() for a in self._seekable), default=self.pos + len(self.ahead))
+        rows = self.horizon.rows()
+        if self._recurrent:
+            held = self.horizon.low is not None and self.horizon.low <= self.pos
+            low = max(low, self.horizon.low if held else self.pos)
+            high = min(high, self.horizon.end if held else self.pos)
+        if self.logits is not None and self.pos not in rows:
+            rows = frozenset({*rows, self.pos})
+        return Reach(self.pos, low, high, rows, self.record, self.can_cut, self.ladder.frontiers)
+
+    def plan(self, pos: int, *, needs_row: bool = True) -> RewindPlan:
+        """How `rewind(pos)` would go. No side effect. StateError outside the known tokens."""
+        known = self.pos + len(self.ahead)
+        if not 0 <= pos <= known:
+            raise StateError(
+                f"cannot rewind to position `{pos}`", f"positions 0 to {known} are known"
+            )
+        return plan(
+            pos,
+            self.reach(),
+            chunk=self.limits.chunk_tokens,
+            last=self._last_call_tokens(),
+            needs_row=needs_row,
+        )
+
+    def rewind(self, pos: int) -> RewindReport:
+        """Stand at `pos`, or raise with nothing changed. Positions already left behind by a rewind
+        can be gone forward to again, until something new is fed."""
+        self._require_closed()
+        begin = time.perf_counter()
+        step = self.plan(pos)
+        before, counted = self.pos, self.counters.forwards
+        replay = self._known()[step.base : pos]
+        with self._all_or_nothing():
+            self._move(step)
+            self._feed_all(replay)
+        return RewindReport(
+            step.source,
+            discarded=max(0, before - pos),
+            replayed=len(replay),
+            forwards=self.counters.forwards - counted,
+            seconds=time.perf_counter() - begin,
+        )
+
+    def sync(
+        self,
+        target: Sequence[int],
+        *,
+        cancel: Callable[[], bool] = lambda: False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> RewindReport:
+        """Make `tokens` equal `target`: keep the common prefix, go back to it, feed the rest.
+
+        Stops between model calls when `cancel()` is true; what was read by then is kept.
+        """
+        self._require_closed()
+        begin = time.perf_counter()
+        target = list(target)
+        known = self._known()
+        common = common_prefix(known, target)
+        step = self.plan(common, needs_row=common == len(target))
+        before, counted = self.pos, self.counters.forwards
+        with self._all_or_nothing():
+            self._move(step)
+        self._feed_all(target[step.base :], cancel, progress)
+        replayed = min(self.pos, common) - step.base
+        return RewindReport(
+            step.source,
+            discarded=max(0, before - common),
+            replayed=replayed,
+            prefilled=self.pos - step.base - replayed,
+            forwards=self.counters.forwards - counted,
+            seconds=time.perf_counter() - begin,
+        )
+
+    def _require_closed(self) -> None:
+        if self._open is not None:
+            raise StateError("a block is open", "commit or abort it first")
+
+    def _known(self) -> list[int]:
+        return self.tokens + self.ahead
+
+    def _move(self, step: RewindPlan) -> None:
+        """Bring every layer to `step.base` without a model call, then publish."""
+        if step.base != self.pos or step.source in ("frontier", "rebuild"):
+            if step.source == "rebuild":
+                self._set_caches(build_caches(self.model, self.limits.slack_tokens, **self._kv))
+            elif step.source == "frontier":
+                self._restore_frontier(step.frontier)
+            else:
+                self._reach_without_call(step.base)
+        self._publish(step)
+
+    def _reach_without_call(self, pos: int) -> None:
+        slots: list = []
+        if self._recurrent:
+            base, tape, rows = self.horizon.path(pos)
+            slots = tape.replay(base, rows) if rows else base
+            mx.eval(slots)
+        for a in self._seekable:
+            a.seek(pos)
+        for a, layer in zip(self._recurrent, slots, strict=True):
+            a.restore(layer)
+
+    def _restore_frontier(self, frontier: Frontier) -> None:
+        for a, state in zip(self.adapters, frontier.payload, strict=True):
+            a.restore_frontier(state, frontier.pos)
+
+    def _publish(self, step: RewindPlan) -> None:
+        known = self._known()
+        self.tokens, self.ahead = known[: step.base], known[step.base :]
+        if step.frontier is not None and step.frontier.logits is not None:
+            self.logits = step.frontier.logits
+        elif step.base in self.horizon.rows():
+            self.logits = self.horizon.row(step.base)
+        elif step.source != "live":
+            self.logits = None
+        if step.source == "rebuild":
+            self.ahead = []
+            self.horizon.clear()
+            self.ladder.drop_after(0)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Put everything back, reference by reference, if the body raises."""
+        was = _Snapshot(
+            [a.hold() for a in self.adapters],
+            list(self.tokens),
+            list(self.ahead),
+            self.logits,
+            self.record,
+            self.horizon.copy(),
+            self.ladder.copy(),
+            self.adapters,
+            self.caches,
+        )
+        try:
+            yield
+        except BaseException:
+            self._open = None
+            self._set_caches(was.caches, was.adapters)
+            self._restore(was.holds)
+            self.tokens, self.ahead, self.logits = was.tokens, was.ahead, was.logits
+            self.record, self.horizon, self.ladder = was.record, was.horizon, was.ladder
+            raise
+
+    # -- branches and files -----------------------------------------------------------------------
+
+    def fork(self) -> Timeline:
+        """An independent twin at the same position. Rows are shared until both have written."""
+        self._require_closed()
+        twin = copy.copy(self)
+        adapters = [a.fork() for a in self.adapters]
+        twin._set_caches(nest(self.caches, adapters), adapters)
+        twin.tokens, twin.ahead = list(self.tokens), []
+        twin.horizon, twin.ladder = self.horizon.copy(), self.ladder.copy()
+        twin.horizon.truncate(self.pos)
+        twin.ladder.drop_after(self.pos)
+        twin.counters = Counters()
+        return twin
+
+    def state(self) -> dict[str, Any]:
+        """Everything that `load_state` needs: plain containers, numbers and arrays."""
+        self._require_closed()
+        layers = [a.state_dict() for a in self.adapters]
+        return {
+            "tokens": list(self.tokens),
+            "logits": self.logits,
+            "layers": [{"arrays": arrays, "meta": meta} for arrays, meta in layers],
+            "frontiers": [vars(f) for f in self.ladder.frontiers],
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Stand where `state` was taken, on a new timeline of the same model."""
+        for a, layer in zip(self.adapters, state["layers"], strict=True):
+            a.load_state(layer["arrays"], layer["meta"])
+        self.tokens, self.logits = list(state["tokens"]), state["logits"]
+        self.record = (self.pos, self.pos)
+        frontiers = [Frontier(**f) for f in state["frontiers"]]
+        self.ladder = Ladder(self.limits.budget_bytes, frontiers)
+
+    # -- long feeds -------------------------------------------------------------------------------
+
+    def _last_call_tokens(self) -> int:
+        """How many rows the final call of a feed may keep tape and logits for."""
+        affordable = self.limits.chunk_tokens
+        if self._row_bytes:
+            affordable = min(affordable, self.horizon.budget_bytes // (2 * self._row_bytes))
+        if self._logits_row_bytes:
+            affordable = min(affordable, MAX_CALL_LOGITS_BYTES // self._logits_row_bytes)
+        return max(1, affordable)
+
+    def _feed_all(
+        self,
+        tokens: Sequence[int],
+        cancel: Callable[[], bool] = lambda: False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Feed tokens in calls of at most one chunk; the final one becomes the record."""
+        done = 0
+        sizes = call_sizes(len(tokens), self.limits.chunk_tokens, self._last_call_tokens())
+        for i, size in enumerate(sizes):
+            if cancel():
+                return
+            final = i == len(sizes) - 1
+            self._feed_chunk(tokens[done : done + size], final)
+            done += size
+            if progress is not None:
+                progress(done, len(tokens))
+
+    def _feed_chunk(self, tokens: Sequence[int], final: bool) -> None:
+        logits = self.feed(tokens, record=final)
+        self._logits_row_bytes = logits.shape[-1] * logits.dtype.size
+        self.evaluate(rows=final)
+        self.commit(len(tokens), keep_logits=final)
+        if not final:
+            self.mark("chunk")

@@ -1,0 +1,109 @@
+"""References to compare with: stock mlx-lm caches, fed in the plainest way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+from tiny import V, build
+
+from ds4cli.engine import Engine
+from ds4cli.settings import Settings
+
+FAMILIES = (
+    "llama",
+    "qwen3_next",
+    "lfm2",
+    "mamba2",
+    "nemotron_h",
+    "falcon_h1",
+    "granitemoehybrid",
+    "rwkv7",
+    "gemma3_text",
+    "gpt_oss",
+    "deepseek_v41",
+)
+# A factor on the weights that makes the argmax move from token to token, family by family.
+SCALE = 2.0
+TOLERANCE = 2e-5
+
+
+class Letters:
+    """A tokenizer for the tiny models: id i is the i-th character of an alphabet."""
+
+    has_chat_template = False
+    alphabet = "".join(map(chr, range(32, 32 + V)))
+
+    def __init__(self, eos: Sequence[int] = ()):
+        self.eos_token_ids = set(eos)
+
+    def __len__(self) -> int:
+        return V
+
+    def encode(self, text: str) -> list[int]:
+        return [self.alphabet.index(c) for c in text]
+
+    def decode(self, ids: Sequence[int], **_: object) -> str:
+        return "".join(self.alphabet[i] for i in ids)
+
+
+def engine(name: str, *, model=None, draft=None, eos: Sequence[int] = (), **settings) -> Engine:
+    """An engine over a tiny random model."""
+    if draft is not None:
+        settings.setdefault("drafter", "model")
+        settings.setdefault("draft_model", "given")
+    settings.setdefault("drafter", "none")
+    model = build(name, scale=SCALE) if model is None else model
+    return Engine(model, Letters(eos), Settings(**settings), draft=draft)
+
+
+def prompt(n: int, seed: int = 1) -> list[int]:
+    """A random prompt of n tokens."""
+    return mx.random.randint(0, V, (n,), key=mx.random.key(seed)).tolist()
+
+
+def fresh_logits(model, tokens: Sequence[int]) -> mx.array:
+    """The row after `tokens`, from stock caches filled in one call."""
+    return model(mx.array(tokens)[None], cache=make_prompt_cache(model))[0, -1]
+
+
+def plain(model, tokens: Sequence[int], n: int, sampler=None) -> list[int]:
+    """n tokens after `tokens`, one at a time through stock caches; greedy without a sampler."""
+    cache, out = make_prompt_cache(model), list(tokens)
+    row = model(mx.array(out)[None], cache=cache)[0, -1]
+    for _ in range(n):
+        pick = row.argmax() if sampler is None else sampler.pick(row[None], len(out), out)
+        out.append(pick.item())
+        row = model(mx.array([[out[-1]]]), cache=cache)[0, -1]
+    return out[len(tokens) :]
+
+
+def error(model, session) -> float:
+    """Largest difference between the session's logits and a fresh prefill of its tokens, over the
+    size of the logits where that is above one."""
+    fresh = fresh_logits(model, session.tokens)
+    return (mx.abs(session.logits - fresh).max() / mx.maximum(mx.abs(fresh).max(), 1)).item()
+
+
+def check(model, session) -> None:
+    """The session's state equals a fresh one's, and every layer stands at its position."""
+    for adapter in session._timeline.adapters:
+        assert adapter.pos() in (None, session.pos)
+    assert error(model, session) < TOLERANCE
+
+
+class OracleDrafter:
+    """Knows what comes and is right with probability p, token by token."""
+
+    name = "oracle"
+
+    def __init__(self, truth: Sequence[int], right: float, seed: int = 0):
+        self.truth, self.right, self.key = list(truth), right, mx.random.key(seed)
+
+    def propose(self, tokens: Sequence[int], n: int) -> list[int]:
+        known = self.truth[len(tokens) : len(tokens) + n]
+        draws = mx.random.uniform(shape=(n,), key=mx.random.key(len(tokens))).tolist()
+        return [t if d < self.right else (t + 1) % V for t, d in zip(known, draws)]
+
+    def rewind(self, pos: int) -> None: ...
