@@ -16,10 +16,8 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
     make_prompt_cache,
 )
-from mlx_lm.models.deepseek_v41 import LayerCache
 
 from ds4cli.caches.adapter import LayerAdapter
-from ds4cli.caches.compressed import CompressedAdapter, SlackLayerCache, record_compressors
 from ds4cli.caches.plain import ConcatenateAdapter, KVAdapter, QuantizedAdapter
 from ds4cli.caches.recurrent import RecurrentAdapter
 from ds4cli.caches.sliding import (
@@ -37,9 +35,15 @@ ADAPTERS: dict[type, type[LayerAdapter]] = {
     ConcatenateKVCache: ConcatenateAdapter,
     SlidingKVCache: WindowAdapter,
     SlackChunkedKVCache: ChunkedAdapter,
-    SlackLayerCache: CompressedAdapter,
     ArraysCache: RecurrentAdapter,
 }
+
+try:
+    from ds4cli.caches import compressed
+except ImportError:  # mlx-lm 0.31 has no deepseek_v41
+    compressed = None
+else:
+    ADAPTERS[compressed.SlackLayerCache] = compressed.CompressedAdapter
 
 # The window each model masks with is its cache's size, except here: plamo3 masks with one row
 # more, which its stock ring forgets when decoding single tokens but not in a block.
@@ -73,9 +77,8 @@ def _with_slack(model: Any, index: int, cache: Any, slack: int) -> Any:
         return SlidingKVCache(cache.max_size + extra, slack)
     if type(cache) is ChunkedKVCache:
         return SlackChunkedKVCache(cache.chunk_size, slack)
-    if type(cache) is LayerCache:
-        record_compressors(model.layers[index])
-        return SlackLayerCache(cache.window_size, slack, model.layers[index].self_attn.ratio)
+    if compressed and type(cache) is compressed.LayerCache:
+        return compressed.with_slack(model.layers[index], cache.window_size, slack)
     return cache
 
 

@@ -65,11 +65,12 @@ class RecordingCompressor(Compressor):
 joined = deepseek_v41._append
 
 
-def record_compressors(model: nn.Module) -> None:
-    """Give the model's own compressors, and no others, the recording class."""
-    for module in model.modules():
+def with_slack(layer: nn.Module, window: int, slack: int) -> SlackLayerCache:
+    """The cache of one decoder layer, whose compressor from now on records for such caches."""
+    for module in layer.modules():
         if type(module) is Compressor:
             module.__class__ = RecordingCompressor
+    return SlackLayerCache(window, slack, layer.self_attn.ratio)
 
 
 class CompressedAdapter(ReplacedRows):

@@ -37,6 +37,11 @@ class LinearRows:
         """Rows before a token that it may need."""
         raise NotImplementedError
 
+    @property
+    def state(self) -> tuple:
+        """What attention was shown; mlx-lm 0.31 reads shared layers through it."""
+        return (None, None) if self.keys is None else self.keys_and_values()
+
     def write(self, keys: mx.array, values: mx.array) -> None:
         """Append rows at `offset`, dropping whatever stood at or above it."""
         new = keys.shape[2]
@@ -147,19 +152,10 @@ class WindowAdapter(SharedRows):
         return self.cache.rows_from(first)
 
     def _adopt(self, keys: mx.array | None, values: mx.array | None, start: int, pos: int) -> None:
-        """Stand at `pos` on rows `start..pos`. The next write finds them full, so it copies
-        them: a frontier that lent them stays as it is."""
+        """Stand at `pos` on rows `start..pos`."""
         self.cache.keys, self.cache.values = keys, values
         self.cache.start, self.cache.offset = start, pos
         self._sought = None
-
-    def hold(self) -> Any:
-        # With the buffer: a restored frontier or a compaction puts another one in its place.
-        return self.cache.offset, self.cache.start, self.cache.keys, self.cache.values
-
-    def restore(self, state: Any) -> None:
-        pos, start, keys, values = state
-        self._adopt(keys, values, start, pos)
 
     def frontier(self) -> Any:
         first = self._needs_from(self.cache.offset)
@@ -172,7 +168,9 @@ class WindowAdapter(SharedRows):
         if self.reach() <= pos <= self.end():
             self.seek(pos)  # the same rows, and more of them below
         else:
-            self._adopt(keys, values, first, pos)
+            # Aliases: the frontier serves again, so it must not be written into.
+            lent = (None if a is None else mx.array(a) for a in (keys, values))
+            self._adopt(*lent, first, pos)
 
     def frontier_arrays(self, state: Any) -> list[mx.array]:
         return leaves(state[2:])
