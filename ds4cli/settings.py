@@ -189,9 +189,8 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        for name, option in OPTIONS.items():
-            value = check(name, option, getattr(self, name))
-            object.__setattr__(self, name, value)
+        for name in OPTIONS:
+            object.__setattr__(self, name, check(name, getattr(self, name)))
 
 
 OPTIONS: dict[str, Option] = {f.name: f.metadata["option"] for f in fields(Settings)}
@@ -205,17 +204,18 @@ def defaults() -> Settings:
 # --- values -----------------------------------------------------------------------------------
 
 
-def check(name: str, option: Option, value: Any) -> Any:
-    """Return `value` normalised to the option's kind, or raise a `UsageError` that names it."""
+def check(name: str, value: Any, label: str | None = None) -> Any:
+    """`value` normalised to the setting's kind. A bad one is a `UsageError` that says `label`."""
+    option, label = OPTIONS[name], label or name
     if value is None and _nullable(name):
         return None
     typed = _typed(option.kind, value)
     if typed is None:
-        raise UsageError(f"`{name}` wants {_kind_words(option)}, not `{value}`")
+        raise UsageError(f"`{label}` wants {_kind_words(option)}, not `{value}`")
     if option.choices and typed not in option.choices:
-        raise UsageError(f"`{name}` cannot be `{value}`", _choice_hint(typed, option.choices))
+        raise UsageError(f"`{label}` cannot be `{value}`", _choice_hint(typed, option.choices))
     if not option.valid(typed):
-        raise UsageError(f"`{name}` cannot be `{value}`", f"it wants {option.wants}")
+        raise UsageError(f"`{label}` cannot be `{value}`", f"it wants {option.wants}")
     return typed
 
 
@@ -275,13 +275,15 @@ def nearest(word: str, known: Any) -> str | None:
     return f"did you mean `{close[0]}`?" if close else None
 
 
-def parse_text(name: str, option: Option, text: str) -> Any:
+def parse_text(name: str, text: str, label: str | None = None) -> Any:
     """A setting's value from the text of an environment variable or of a flag."""
+    option = OPTIONS[name]
     try:
         value = _PARSERS.get(option.kind, str)(text)
     except ValueError:
-        raise UsageError(f"`{name}` wants {_kind_words(option)}, not `{text}`") from None
-    return check(name, option, value)
+        message = f"`{label or name}` wants {_kind_words(option)}, not `{text}`"
+        raise UsageError(message) from None
+    return check(name, value, label)
 
 
 def _parse_bool(text: str) -> bool:
@@ -358,7 +360,7 @@ def _check_table(table: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _check_in(where: str, name: str, value: Any) -> Any:
     try:
-        return check(name, OPTIONS[name], value)
+        return check(name, value)
     except UsageError as error:
         raise UsageError(f"{error.message}, in {where}", error.hint) from None
 
@@ -405,11 +407,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _parse_variable(name: str, text: str) -> Any:
-    try:
-        return parse_text(name, OPTIONS[name], text)
-    except UsageError as error:
-        variable = PREFIX + name.upper()
-        raise UsageError(f"{error.message}, in `${variable}`", error.hint) from None
+    return parse_text(name, text, "$" + PREFIX + name.upper())
 
 
 def _config_layers(

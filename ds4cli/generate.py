@@ -1,0 +1,319 @@
+"""`ds4cli generate`: one prompt, one reply.
+
+What the user gave is checked before anything is loaded; MLX is imported only after that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from ds4cli import blas, terminal
+from ds4cli.errors import ModelError, UsageError
+from ds4cli.reasoning import ReasoningSplitter
+from ds4cli.settings import Settings
+
+if TYPE_CHECKING:
+    from ds4cli.engine import Engine
+    from ds4cli.session import Session
+
+NO_BACKEND_HINT = 'on Linux install one: `pip install "ds4cli[cpu]"`, or `ds4cli[cuda13]`'
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to generate from, and what to print."""
+
+    prompt: str
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    as_json: bool = False
+    stream: bool = True
+    quiet: bool = False
+    verbose: bool = False
+
+
+@dataclass
+class Completion:
+    """A reply as it stands: answer, reasoning, and why it ended (None while it goes on)."""
+
+    text: str = ""
+    reasoning: str = ""
+    finish_reason: str | None = None
+
+
+def run(request: Request, settings: Settings) -> int:
+    """Load, read the prompt, write the reply. Returns the exit code."""
+    engine = load_engine(settings, quiet=request.quiet, verbose=request.verbose)
+    tokens = prompt_tokens(engine, request)
+    session = engine.session()
+    live = request.stream and not request.as_json
+    writer = terminal.ReplyWriter(live and not request.quiet and not settings.hide_reasoning)
+    with terminal.Interrupts() as interrupted:
+        with terminal.PrefillBar(not request.quiet) as bar:
+            session.sync(tokens, cancel=interrupted, progress=bar)
+        completion = complete(
+            session, splitter(engine, tokens), interrupted, writer if live else None
+        )
+    _print_end(request, engine, session, completion, writer)
+    return terminal.EXIT_INTERRUPTED if completion.finish_reason == "cancelled" else 0
+
+
+# --- what the user gave -------------------------------------------------------------------------
+
+
+def gather_prompt(
+    argument: str | None, option: str | None, files: Sequence[Path], stdin: TextIO | None
+) -> str:
+    """The prompt: piped text, then files, then the prompt itself, with blank lines between.
+
+    `-` as prompt or as file means stdin. UsageError if there is no text at all.
+    """
+    if argument is not None and option is not None:
+        raise UsageError("the prompt was given twice", "give it as an argument or with `-p`")
+    prompt = option if argument is None else argument
+    names = [str(file) for file in files]
+    nothing_given = prompt is None and not names
+    if nothing_given and (stdin is None or stdin.isatty()):
+        hint = "give one as an argument, with `-p`, with `-f FILE`, or through a pipe"
+        raise UsageError("no prompt", hint)
+    pieces = []
+    if "-" in (prompt, *names) or (stdin is not None and not stdin.isatty()):
+        pieces.append(_read_stdin(stdin))
+    pieces += [_read_file(name) for name in names if name != "-"]
+    pieces += [_utf8(prompt, "the prompt")] if prompt not in (None, "-") else []
+    return _join(pieces)
+
+
+def _join(pieces: Sequence[str]) -> str:
+    """Blank lines between the pieces; a single piece stays as it is."""
+    given = [piece for piece in pieces if piece.strip()]
+    if not given:
+        raise UsageError("the prompt is empty", "give some text")
+    return "\n\n".join([piece.rstrip("\n") for piece in given[:-1]] + given[-1:])
+
+
+def _read_stdin(stdin: TextIO | None) -> str:
+    if stdin is None:
+        raise UsageError("cannot read standard input: it is closed")
+    try:
+        data = stdin.buffer.read()
+    except OSError as error:
+        raise UsageError(f"cannot read standard input: {_reason(error)}") from None
+    return _decode(data, "standard input")
+
+
+def _read_file(name: str) -> str:
+    try:
+        data = Path(name).expanduser().read_bytes()
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read `{name}`: {_reason(error)}") from None
+    return _decode(data, f"`{name}`")
+
+
+def _reason(error: Exception) -> str:
+    return (getattr(error, "strerror", None) or str(error)).lower()
+
+
+def _decode(data: bytes, what: str) -> str:
+    """UTF-8 text, with or without a byte order mark; any line ends."""
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        hint = f"byte {error.start} is not UTF-8"
+        raise UsageError(f"{what} is not UTF-8 text", hint) from None
+
+
+def _utf8(text: str, what: str) -> str:
+    """An argument that was not valid UTF-8 reaches Python as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UsageError(f"{what} is not UTF-8 text") from None
+    return text
+
+
+def read_tools(path: str | None) -> list[dict[str, Any]]:
+    """The tool definitions of a JSON file, in OpenAI form; none without a file."""
+    if path is None:
+        return []
+    try:
+        tools = json.loads(_read_file(path))
+    except ValueError as error:
+        raise UsageError(f"`{path}` is not JSON: {error}") from None
+    if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
+        hint = 'each is `{"type": "function", "function": {"name": ...}}`'
+        raise UsageError(f"`{path}` is not a list of tools", hint)
+    return tools
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+# --- the model ----------------------------------------------------------------------------------
+
+
+def load_engine(settings: Settings, *, quiet: bool = False, verbose: bool = False) -> Engine:
+    """Load the engine, with a spinner unless `quiet` and notices if `verbose`."""
+    begin = time.perf_counter()
+    with terminal.status(f"loading {settings.model}") if not quiet else contextlib.nullcontext():
+        engine = _engine_class().load(**_fields(settings))
+    if verbose:
+        terminal.note(f"loaded {settings.model} in {time.perf_counter() - begin:.1f} s")
+        notices = [f"BLAS: {blas.name()}", *engine.notices, *str(engine.capabilities).splitlines()]
+        for line in notices:
+            terminal.note(line)
+    return engine
+
+
+def _engine_class() -> type[Engine]:
+    try:
+        from ds4cli.engine import Engine
+    except ImportError as error:
+        if "mlx" not in str(error):
+            raise
+        raise UsageError("MLX has no backend on this machine", NO_BACKEND_HINT) from error
+    return Engine
+
+
+def _fields(settings: Settings) -> dict[str, Any]:
+    return {name: getattr(settings, name) for name in settings.__dataclass_fields__}
+
+
+def prompt_tokens(engine: Engine, request: Request) -> list[int]:
+    """The token ids to read: through the chat template, or as they are with `raw`."""
+    settings = engine.settings
+    if settings.raw:
+        tokens = engine.encode(request.prompt)
+    else:
+        messages = [{"role": "system", "content": settings.system}] if settings.system else []
+        messages.append({"role": "user", "content": request.prompt.rstrip("\n")})
+        tokens = engine.render(messages, tools=request.tools or None, think=settings.think)
+    if not tokens:
+        raise ModelError("the prompt became no tokens at all")
+    return tokens
+
+
+def splitter(engine: Engine, tokens: Sequence[int]) -> ReasoningSplitter:
+    """A splitter for the reply to `tokens`, whose end may have opened a think section."""
+    start = None if engine.settings.raw else engine.tokenizer.think_start
+    if start is None:
+        return ReasoningSplitter(None, None)
+    inside = engine.decode(tokens[-16:]).rstrip().endswith(start)
+    return ReasoningSplitter(start, engine.tokenizer.think_end, inside)
+
+
+def complete(
+    session: Session,
+    split: ReasoningSplitter,
+    cancel: Callable[[], bool],
+    writer: terminal.ReplyWriter | None,
+) -> Completion:
+    """Generate to the end; `writer` sees every piece when it is made."""
+    completion = Completion()
+    if cancel():
+        completion.finish_reason = "cancelled"
+        return completion
+    for event in session.stream(cancel=cancel):
+        pieces = split.push(event.text)
+        if event.finish_reason is not None:
+            pieces += split.flush()
+            completion.finish_reason = event.finish_reason
+        for piece in pieces:
+            _add(completion, piece.text, piece.is_reasoning, writer)
+    return completion
+
+
+def _add(
+    completion: Completion, text: str, is_reasoning: bool, writer: terminal.ReplyWriter | None
+) -> None:
+    if is_reasoning:
+        completion.reasoning += text
+    else:
+        completion.text += text
+    if writer is not None:
+        (writer.reasoning if is_reasoning else writer.answer)(text)
+
+
+# --- what is printed at the end -----------------------------------------------------------------
+
+
+def _print_end(
+    request: Request,
+    engine: Engine,
+    session: Session,
+    completion: Completion,
+    writer: terminal.ReplyWriter,
+) -> None:
+    if request.as_json:
+        writer.answer(json.dumps(report(engine, session, completion), ensure_ascii=False))
+    elif not request.stream:
+        writer.answer(completion.text)
+    writer.end()
+    if engine.settings.stats and not request.quiet:
+        terminal.note(terminal.stats_line(session.stats, peak_bytes()))
+
+
+def peak_bytes() -> int:
+    """The most memory MLX has held."""
+    import mlx.core as mx
+
+    return mx.get_peak_memory()
+
+
+def report(engine: Engine, session: Session, completion: Completion) -> dict[str, Any]:
+    """One reply as a JSON object: OpenAI's names for usage, llama-server's for timings."""
+    stats, settings = session.stats, engine.settings
+    return {
+        "model": settings.model,
+        "text": completion.text,
+        "reasoning": completion.reasoning,
+        "finish_reason": completion.finish_reason,
+        "usage": _usage(stats),
+        "timings": _timings(stats),
+        "speculative": {
+            "drafter": stats.drafter,
+            "num_draft_tokens": settings.num_draft_tokens,
+            "accept_counts": stats.accept_counts,
+        },
+        "rewind": {
+            "count": stats.rewinds,
+            "discarded_tokens": stats.discarded_tokens,
+            "replayed_tokens": stats.replayed_tokens,
+        },
+        "seed": settings.seed,
+        "settings": asdict(settings),
+    }
+
+
+def _usage(stats: Any) -> dict[str, Any]:
+    return {
+        "prompt_tokens": stats.prompt_tokens,
+        "completion_tokens": stats.generated_tokens,
+        "total_tokens": stats.prompt_tokens + stats.generated_tokens,
+        "prompt_tokens_details": {"cached_tokens": stats.cached_tokens},
+    }
+
+
+def _timings(stats: Any) -> dict[str, Any]:
+    read = stats.prompt_tokens - stats.cached_tokens
+    return {
+        "prompt_n": read,
+        "prompt_ms": round(1e3 * stats.prompt_s, 3),
+        "prompt_per_second": _per_second(read, stats.prompt_s),
+        "predicted_n": stats.generated_tokens,
+        "predicted_ms": round(1e3 * stats.decode_s, 3),
+        "predicted_per_second": _per_second(stats.generated_tokens, stats.decode_s),
+        "draft_n": stats.proposed,
+        "draft_n_accepted": stats.accepted,
+    }
+
+
+def _per_second(tokens: int, seconds: float) -> float | None:
+    return round(tokens / seconds, 3) if seconds > 0 else None

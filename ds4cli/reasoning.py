@@ -1,0 +1,82 @@
+"""Splits a streamed reply into reasoning and answer. Pure text; no mlx.
+
+Reasoning is a section between the tokenizer's think markers at the very start of a reply, or a
+reply whose prompt already opened it. A marker later on is prose: an answer may be about markers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text of one kind."""
+
+    text: str
+    is_reasoning: bool
+
+
+class ReasoningSplitter:
+    """Push text, get pieces; holds back only what may be part of a marker.
+
+    start, end: the markers, or None for a model that has none. inside: the prompt opened a section.
+    """
+
+    def __init__(self, start: str | None, end: str | None, inside: bool = False) -> None:
+        self._start, self._end = start, end
+        self._step = self._outside if start is None else self._inside if inside else self._before
+        self._held = ""
+        self._at_border = inside  # just behind a marker: newlines there are layout
+
+    def push(self, text: str) -> list[Piece]:
+        """The pieces that `text` settles."""
+        self._held += text
+        pieces: list[Piece] = []
+        step = None
+        while self._held and step != self._step:
+            step = self._step
+            step(pieces)
+        return pieces
+
+    def flush(self) -> list[Piece]:
+        """What is still held when the reply ends."""
+        is_reasoning = self._step == self._inside
+        text, self._held = self._held, ""
+        return [Piece(text, is_reasoning)] if text else []
+
+    def _before(self, pieces: list[Piece]) -> None:
+        """Nothing but space so far: a section may open here."""
+        text = self._held.lstrip()
+        if text.startswith(self._start):
+            self._held = text[len(self._start) :]
+            self._step, self._at_border = self._inside, True
+        elif not self._start.startswith(text):
+            self._step = self._outside
+
+    def _inside(self, pieces: list[Piece]) -> None:
+        body, marker, rest = self._held.partition(self._end)
+        if marker:
+            self._emit(pieces, body.rstrip("\n"), True)
+            self._held, self._step, self._at_border = rest, self._outside, True
+            return
+        kept = _overlap(body, self._end)
+        self._emit(pieces, body[: len(body) - kept], True)
+        self._held = body[len(body) - kept :]
+
+    def _outside(self, pieces: list[Piece]) -> None:
+        self._emit(pieces, self._held, False)
+        self._held = ""
+
+    def _emit(self, pieces: list[Piece], text: str, is_reasoning: bool) -> None:
+        if self._at_border:
+            text = text.lstrip("\n")
+        if text:
+            self._at_border = False
+            pieces.append(Piece(text, is_reasoning))
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Length of the longest end of `text` that begins `marker`."""
+    longest = min(len(text), len(marker) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)

@@ -1,0 +1,215 @@
+"""What the user sees: the reply on stdout, everything else on stderr; and Ctrl-C.
+
+Animation appears only where stderr is a terminal. Text for a terminal is cleared of control
+characters, so that a model or a file name cannot steer it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from ds4cli.session import Stats
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+EXIT_INTERRUPTED = 130
+SHOW_CURSOR = b"\x1b[?25h"
+# C0 and C1 controls except tab and newline.
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+def is_animated() -> bool:
+    """Whether moving output suits stderr. `FORCE_COLOR` makes Rich say terminal for a pipe."""
+    return err.is_terminal and not err.is_dumb_terminal and sys.stderr.isatty()
+
+
+def printable(text: str, stream: TextIO) -> str:
+    """`text` without control characters if `stream` is a terminal; a pipe gets every byte."""
+    return text.translate(_CONTROLS) if stream.isatty() else text
+
+
+def note(text: str) -> None:
+    """One dim line on stderr."""
+    err.print(printable(text, sys.stderr), style="dim", markup=False, soft_wrap=True)
+
+
+def fail(message: str, hint: str | None = None) -> None:
+    """An error as one line on stderr, and its hint as another."""
+    for label, style, text in (("error", "bold red", message), ("hint", "cyan", hint)):
+        if text:
+            err.print(f"[{style}]{label}:[/] ", end="")
+            line = " ".join(text.split())
+            err.print(printable(line, sys.stderr), markup=False, soft_wrap=True)
+
+
+def status(text: str) -> AbstractContextManager[Any]:
+    """A spinner on stderr while something runs, on a terminal only."""
+    return err.status(text, spinner="dots") if is_animated() else contextlib.nullcontext()
+
+
+class PrefillBar:
+    """Progress of a prompt being read; appears after a second, on a terminal only."""
+
+    DELAY_S = 1.0
+
+    def __init__(self, show: bool) -> None:
+        self._show = show and is_animated()
+        self._begin = time.monotonic()
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> PrefillBar:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        """`done` of `total` new tokens have been read."""
+        late = time.monotonic() - self._begin > self.DELAY_S
+        if self._bar is None and self._show and late and done < total:
+            self._bar = _token_bar()
+            self._bar.add_task("reading the prompt", total=total)
+            self._bar.start()
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done)
+
+
+def _token_bar() -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Remaining()
+    return Progress(*columns, console=err, transient=True)
+
+
+class ReplyWriter:
+    """Writes a reply while it is made: answer to stdout, reasoning to stderr, dim."""
+
+    def __init__(self, show_reasoning: bool) -> None:
+        self._show_reasoning = show_reasoning
+        self._reasoning_open = False
+
+    def reasoning(self, text: str) -> None:
+        """Reasoning: never part of what a pipe receives."""
+        if self._show_reasoning:
+            self._reasoning_open = True
+            text = printable(text, sys.stderr)
+            err.print(text, style="dim", end="", markup=False, soft_wrap=True)
+
+    def answer(self, text: str) -> None:
+        """Answer text, at once and unchanged: no wrapping, no styles."""
+        self._close_reasoning()
+        sys.stdout.write(printable(text, sys.stdout))
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """End the reply with a newline."""
+        self.answer("\n")
+
+    def _close_reasoning(self) -> None:
+        if self._reasoning_open:
+            self._reasoning_open = False
+            err.print("\n")
+
+
+class Interrupts:
+    """Inside the block the first Ctrl-C sets a flag; the second leaves the process with 130.
+
+    The state of a session is consistent between blocks only, so the flag is read there. Python runs
+    signal handlers between bytecodes, but one model call may take seconds: a thread on the wake-up
+    descriptor sees the second Ctrl-C while the call still runs.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._ours = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+
+    def __call__(self) -> bool:
+        """Whether the user asked to stop."""
+        return self._count > 0
+
+    def __enter__(self) -> Interrupts:
+        if self._ours:
+            self._read, self._write = os.pipe()
+            os.set_blocking(self._write, False)
+            self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            self._handler = signal.signal(signal.SIGINT, lambda *_: None)
+            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._ours:
+            signal.signal(signal.SIGINT, self._handler)
+            signal.set_wakeup_fd(self._wakeup)
+            os.close(self._write)
+            self._thread.join()
+            os.close(self._read)
+
+    def _watch(self) -> None:
+        while number := os.read(self._read, 1):
+            self._count += number[0] == signal.SIGINT
+            if self._count > 1:
+                leave_now()
+
+
+def leave_now() -> None:
+    """End the process at once, with the cursor visible."""
+    if is_animated():
+        os.write(2, SHOW_CURSOR)
+    os._exit(EXIT_INTERRUPTED)
+
+
+def stats_line(stats: Stats, peak_bytes: int) -> str:
+    """One line about a reply; a part appears only when it says something."""
+    parts = [
+        f"{stats.generated_tokens:,} tok  {_rate(stats.generated_tokens, stats.decode_s)}",
+        _acceptance(stats),
+        _prompt(stats),
+        _rewind(stats),
+        f"{peak_bytes / 1e9:.1f} GB",
+    ]
+    return "   ".join(part for part in parts if part)
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    return f"{tokens / seconds:,.1f} tok/s" if seconds > 0 else "- tok/s"
+
+
+def _acceptance(stats: Stats) -> str:
+    if not stats.proposed:
+        return ""
+    accepted, proposed = stats.accepted / stats.blocks, stats.proposed / stats.blocks
+    return f"accept {accepted:.1f}/{proposed:.1f} ({stats.accepted / stats.proposed:.0%})"
+
+
+def _prompt(stats: Stats) -> str:
+    cached = f" ({stats.cached_tokens:,} cached)" if stats.cached_tokens else ""
+    rate = _rate(stats.prompt_tokens - stats.cached_tokens, stats.prompt_s)
+    return f"prompt {stats.prompt_tokens:,}{cached} {rate}"
+
+
+def _rewind(stats: Stats) -> str:
+    if not stats.discarded_tokens:
+        return ""
+    return f"rewind -{stats.discarded_tokens} +{stats.replayed_tokens}"

@@ -1,0 +1,44 @@
+"""Shared fixtures: an environment of its own for every test, and tiny models on disk."""
+
+from __future__ import annotations
+
+import os
+
+# Before any test module imports mlx: one thread is fastest for products this small.
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from ds4cli import blas  # noqa: E402
+
+blas.preload()
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch, tmp_path):
+    """No settings, files or caches of the user who runs the tests reach a test."""
+    for name in [n for n in os.environ if n.startswith("DS4CLI_")]:
+        monkeypatch.delenv(name)
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    """A tiny dense model as an mlx-lm folder."""
+    from folder import save_folder
+
+    return save_folder(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="session")
+def hybrid_folder(tmp_path_factory):
+    """A tiny hybrid (gated DeltaNet and attention) as an mlx-lm folder."""
+    from folder import save_folder
+
+    return save_folder(tmp_path_factory.mktemp("models") / "qwen3_next", "qwen3_next")
