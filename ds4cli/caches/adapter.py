@@ -69,8 +69,11 @@ class LayerAdapter:
         """The arrays a frontier keeps alive: evaluate them with the step that made them."""
         return []
 
-    def before_write(self) -> None:
-        """Must precede every model call: stops sharing rows that the call could overwrite."""
+    def before_write(self, same_rows: bool = False) -> None:
+        """Must precede every model call: stops sharing rows that the call could overwrite.
+
+        `same_rows`: the call replays tokens that stood here before, so a hold above stays good.
+        """
 
     def fork(self) -> LayerAdapter:
         """An independent twin at the same position with its own cache object."""
@@ -105,8 +108,11 @@ class Hold:
     def __init__(self, pos: int, sought: tuple[int, int] | None, rows: Any):
         self.pos = pos
         self.sought = sought
-        self.rows = rows  # references, where the layer has something besides the cursor
+        self.rows = rows  # references to the arrays
         self.written_from: int | None = None  # lowest position written in place since
+
+    def note_write(self, pos: int) -> None:
+        self.written_from = pos if self.written_from is None else min(self.written_from, pos)
 
 
 class CursorAdapter(LayerAdapter):
@@ -144,16 +150,6 @@ class CursorAdapter(LayerAdapter):
     def _move(self, pos: int, end: int) -> None:
         self.cache.offset = pos
 
-    def before_write(self) -> None:
-        for hold in self._holds:
-            if self._writes_into(hold):
-                low = hold.pos if hold.written_from is None else hold.written_from
-                hold.written_from = min(low, self.cache.offset)
-
-    def _writes_into(self, hold: Hold) -> bool:
-        """Whether the next write may hit the rows that `hold` returns to."""
-        return True
-
     def hold(self) -> Hold:
         hold = Hold(self.cache.offset, self._sought, self._references())
         self._holds.add(hold)
@@ -161,7 +157,7 @@ class CursorAdapter(LayerAdapter):
 
     def _references(self) -> Any:
         """What besides the cursor a write replaces and `restore` puts back."""
-        return None
+        raise NotImplementedError
 
     def held(self, hold: Hold) -> bool:
         """False once a seek below the hold was followed by a write: its rows are gone."""
@@ -178,7 +174,7 @@ class CursorAdapter(LayerAdapter):
         self._sought = state.sought if state.written_from is None else None
 
     def _put_back(self, hold: Hold) -> None:
-        self.cache.offset = hold.pos
+        raise NotImplementedError
 
     def frontier(self) -> Any:
         return self.cache.offset
@@ -214,12 +210,23 @@ class SharedRows(CursorAdapter):
         """Keep only views of our rows: the next write finds no room in them and copies."""
         raise NotImplementedError
 
-    def before_write(self) -> None:
+    def before_write(self, same_rows: bool = False) -> None:
         pos, mine = self.cache.offset, self._buffer()
         sharers = [a for a in self._kin if a is not self and a._buffer() is mine]
         if mine is not None and any(a.end() > pos for a in sharers):
             self._leave()
-        super().before_write()
+        for hold in self._holds:
+            if hold.rows[0] is self.cache.keys and not same_rows:
+                hold.note_write(pos)
+
+    def _references(self) -> Any:
+        # The objects, not aliases of them: an alias would make the next write copy the buffer.
+        # Growth, compaction and a restored frontier put another buffer in; this one stays intact.
+        return self.cache.keys, self.cache.values
+
+    def _put_back(self, hold: Hold) -> None:
+        self.cache.keys, self.cache.values = hold.rows[:2]
+        self.cache.offset = hold.pos
 
     def fork(self) -> LayerAdapter:
         twin = super().fork()
@@ -254,7 +261,7 @@ class ReplacedRows(CursorAdapter):
             self._whole = self._get()
         self._set(self._cut(self._whole, end, pos), pos)
 
-    def before_write(self) -> None:
+    def before_write(self, same_rows: bool = False) -> None:
         # The whole arrays would outlive the write for no one.
         self._whole, self._sought = (), None
 

@@ -133,15 +133,11 @@ class WindowAdapter(SharedRows):
         return self.cache.start + self.cache.context if self.cache.start else 0
 
     def _references(self) -> Any:
-        # A compaction or a restored frontier replaces the buffer; the old one stays as it was.
-        return self.cache.keys, self.cache.values, self.cache.start
-
-    def _writes_into(self, hold: Hold) -> bool:
-        return hold.rows[0] is self.cache.keys
+        return *super()._references(), self.cache.start
 
     def _put_back(self, hold: Hold) -> None:
-        self.cache.keys, self.cache.values, self.cache.start = hold.rows
-        self.cache.offset = hold.pos
+        super()._put_back(hold)
+        self.cache.start = hold.rows[2]
 
     def _leave(self) -> None:
         self._adopt(*self._rows(self.cache.start), self.cache.start, self.cache.offset)
