@@ -1,0 +1,218 @@
+"""What a chat template adds to a conversation, piece by piece. Pure: no mlx, no tokenizer class.
+
+A conversation's tokens are append-only: what the model sampled stays as it was sampled, and the
+template renders only what is new. To find that, the last reply is replaced by a marker and the
+whole conversation is rendered as text: whatever follows the marker is new, however the template
+redraws what stands before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ds4cli.errors import UsageError
+from ds4cli.rewind import common_prefix
+from ds4cli.text import REPLACEMENT, Detokenizer
+
+Message = dict[str, Any]
+
+# Stands for text whose place we want to find. No white space and no markup: templates strip those.
+MARKER = "xQ7zThisIsWhereItEndsZ7qX"
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A model's chat template, with the tokenizer that belongs to it.
+
+    render(messages, add_generation_prompt) -> text; it may raise anything. encode: text -> ids,
+    special tokens parsed and none added. start: ids in front of everything, for a conversation
+    without a template. stop_ids: tokens that end a reply.
+    """
+
+    render: Callable[[list[Message], bool], str]
+    encode: Callable[[str], list[int]]
+    stop_ids: frozenset[int] = frozenset()
+    start: tuple[int, ...] = ()
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether system text has its own place. Gemma refuses it, others drop it silently."""
+        probe = [{"role": "system", "content": MARKER}, {"role": "user", "content": "a"}]
+        try:
+            return MARKER in self.render(probe, True)
+        except Exception:
+            return False
+
+    def head(self, system: str | None) -> tuple[int, ...]:
+        """The tokens in front of the first message, whatever that message says."""
+        one, other = (self.opening(system, [_user(text)]) for text in ("Alpha", "zeta"))
+        return one[: common_prefix(one, other)]
+
+    def opening(self, system: str | None, messages: Sequence[Message]) -> tuple[int, ...]:
+        """All tokens of a conversation that begins with `messages`, up to the model's turn."""
+        text = self._render(self._with_system(system, messages))
+        return (*self.start, *self.encode(text))
+
+    def following(
+        self,
+        system: str | None,
+        history: Sequence[Message],
+        reply: Sequence[int],
+        new: Sequence[Message],
+        reply_text: str = "",
+    ) -> tuple[int, ...]:
+        """The tokens that `new` adds after `reply`, the sampled ids of history's last message.
+
+        They close the reply, carry the new messages, and open the model's turn.
+        """
+        ids = self.encode(self._following_text(system, history, new, reply_text))
+        if reply and ids and reply[-1] == ids[0] and ids[0] in self.stop_ids:
+            return tuple(ids[1:])  # the reply was closed by the model itself
+        return tuple(ids)
+
+    def _following_text(
+        self, system: str | None, history: Sequence[Message], new: Sequence[Message], reply: str
+    ) -> str:
+        marked = {"role": "assistant", "content": MARKER}
+        shortest = [_user("a"), marked]
+        for past in ([*history[:-1], marked], shortest):
+            text = self._try([*self._with_system(system, past), *new])
+            if text is not None and MARKER in text:
+                return text[text.rindex(MARKER) + len(MARKER) :]
+        # A template that wants the calls in front of a tool's answer: find the reply's own end.
+        text = self._render([*self._with_system(system, history), *new])
+        return text[_end_of(reply, text, self._render(self._with_system(system, history), False)) :]
+
+    def cue(self, system: str | None, messages: Sequence[Message]) -> int:
+        """Tokens of the generation prompt, the last ones of `opening` or `following`."""
+        try:
+            closed = self._render(self._with_system(system, messages), False)
+            opened = self._render(self._with_system(system, messages), True)
+        except UsageError:
+            return 0
+        return len(self.encode(opened[len(closed) :])) if opened.startswith(closed) else 0
+
+    def redrawn(self, system: str | None, messages: Sequence[Message]) -> list[tuple[int, ...]]:
+        """The conversation as the template would draw it now, around the replies' own ids.
+
+        Returns one token span in front of each reply and one for what follows the last one.
+        """
+        replies = sum(m["role"] == "assistant" for m in messages)
+        marked = [
+            {"role": "assistant", "content": MARKER} if m["role"] == "assistant" else m
+            for m in messages
+        ]
+        pieces = self._render(self._with_system(system, marked)).split(MARKER)
+        if len(pieces) != replies + 1:
+            raise UsageError("the chat template does not show every reply")
+        first, *rest = (tuple(self.encode(piece)) for piece in pieces)
+        return [(*self.start, *first), *rest]
+
+    def _with_system(self, system: str | None, messages: Sequence[Message]) -> list[Message]:
+        if not system:
+            return list(messages)
+        if self.takes_system:
+            return [{"role": "system", "content": system}, *messages]
+        first, *rest = messages
+        return [{**first, "content": f"{system}\n\n{first['content']}"}, *rest]
+
+    def _try(self, messages: list[Message]) -> str | None:
+        try:
+            return self.render(messages, True)
+        except Exception:
+            return None
+
+    def _render(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
+        try:
+            return self.render(messages, add_generation_prompt)
+        except Exception as error:  # templates raise whatever they like
+            raise UsageError(f"the chat template refuses this conversation: {error}") from None
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _end_of(reply: str, text: str, closed: str) -> int:
+    """Where the reply ends in `text`: after its longest ending that also stands in `closed`.
+
+    closed: the same conversation up to the reply. A call may be drawn with other white space than
+    it was sampled with, but its last characters are the same.
+    """
+    reply = reply.rstrip()
+    low, high = 0, min(len(reply), 4096)
+    while low < high:  # if an ending occurs, so do all shorter ones
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if reply[-middle:] in closed else (low, middle - 1)
+    end = closed.rindex(reply[len(reply) - low :]) + low
+    if not low or text[:end] != closed[:end]:
+        raise UsageError("the chat template does not show the last reply")
+    return end
+
+
+# -- editing what was sampled ---------------------------------------------------------------------
+
+
+def edit_tokens(
+    tokens: Sequence[int],
+    text: str,
+    encode: Callable[[str], list[int]],
+    decode: Callable[[list[int]], str],
+) -> tuple[int, ...]:
+    """`tokens` changed so that they decode to `text`; only the edited span is encoded again.
+
+    The longest common beginning and ending of both texts keep their ids. Where a tokenizer writes
+    the new span differently in the middle of a text, more is encoded again until it decodes right.
+    """
+    tokens = list(tokens)
+    old = decode(tokens)
+    if text == old:
+        return tuple(tokens)
+    ends = token_ends(tokens, decode)
+    for first, last in _spans(old, text, ends):
+        begin, end = ends[first], ends[last]
+        span = text[begin : len(text) - (len(old) - end)]
+        for ids in _encodings(span, encode, in_middle=first > 0):
+            edited = [*tokens[:first], *ids, *tokens[last:]]
+            if decode(edited) == text:
+                return tuple(edited)
+    return tuple(encode(text))
+
+
+def token_ends(tokens: Sequence[int], decode: Callable[[list[int]], str]) -> dict[int, int]:
+    """{i: characters in the text of tokens[:i]} for each i that does not split a character."""
+    detokenizer = Detokenizer(decode)
+    ends, length = {0: 0}, 0
+    for i, token in enumerate(tokens, 1):
+        piece = detokenizer.push(token)
+        length += len(piece)
+        if piece and not piece.endswith(REPLACEMENT):
+            ends[i] = length
+    ends[len(tokens)] = len(decode(list(tokens)))
+    return ends
+
+
+def _spans(old: str, new: str, ends: dict[int, int]) -> list[tuple[int, int]]:
+    """Token spans [first, last) to encode again, the tightest first."""
+    same = common_prefix(old, new)
+    room = min(len(old), len(new)) - same
+    tail = common_prefix(old[::-1][:room], new[::-1][:room])
+    first = max(i for i, end in ends.items() if end <= same)
+    last = min(i for i, end in ends.items() if end >= len(old) - tail)
+    final = max(ends)
+    before = max((i for i in ends if i < first), default=0)
+    return [(first, last), (before, last), (first, final), (before, final)]
+
+
+def _encodings(span: str, encode: Callable[[str], list[int]], in_middle: bool) -> list[list[int]]:
+    """Ways to encode a span: as it is, and as it would stand after a line's end."""
+    ways = [list(encode(span))]
+    if in_middle:  # some tokenizers put a space in front of everything they encode
+        anchor = list(encode("\n"))
+        joined = list(encode("\n" + span))
+        if joined[: len(anchor)] == anchor:
+            ways.append(joined[len(anchor) :])
+    return ways
