@@ -26,8 +26,8 @@ MERGE_ROWS = 32
 class Segment:
     """Rows `start .. start + rows` of one or more model calls.
 
-    tape: None for models without recurrent layers. logits: (m, V), the last m <= rows rows; row i of
-    the segment predicts the token at start + i + 1. base: recurrent slots at `start`, or None.
+    tape: None for models without recurrent layers. logits: (m, V), the last m <= rows rows; row i
+    of the segment predicts the token at start + i + 1. base: recurrent slots at `start`, or None.
     """
 
     start: int
@@ -84,7 +84,9 @@ class Horizon:
 
     @property
     def nbytes(self) -> int:
-        return sum(s.nbytes for s in self.segments)
+        """Bytes kept alive; the newest base is not counted, it was the live state a block ago."""
+        newest = self.segments[-1].base if len(self.segments) > 1 else None
+        return sum(s.nbytes for s in self.segments) - slots_nbytes(newest or [])
 
     @property
     def low(self) -> int | None:
@@ -115,7 +117,7 @@ class Horizon:
         return segment.logits[pos - segment.first_logits]
 
     def path(self, pos: int) -> tuple[list, Tape | None, int]:
-        """The nearest base at or before pos, the tape from there, and how many of its rows to replay."""
+        """The nearest base at or before pos, the tape from there, and its rows to replay."""
         first = max(i for i, s in enumerate(self.segments) if s.base is not None and s.start <= pos)
         start = self.segments[first].start
         tapes = [s.tape for s in self.segments[first:] if s.start < pos]
@@ -165,29 +167,31 @@ class Horizon:
             self.segments[first:stop] = [merged(self.segments[first:stop])]
 
     def _trim(self) -> None:
-        """Drop what lies beyond the limit; short of budget, logits rows first, then the oldest rows."""
+        """Drop what is beyond the limit; short of budget, logits rows go first, then old rows."""
         self._drop_before(self.end - self.limit)
         if self.nbytes > self.budget_bytes:
             self._drop_logits()
         while self.nbytes > self.budget_bytes and len(self.segments) > 1:
-            if not self._drop_before(self.segments[1].start, forced=True):
-                break
+            self._drop_first()
 
-    def _drop_before(self, pos: int, forced: bool = False) -> bool:
-        """Start at the last base at or before pos (forced: at the first base at or after it)."""
-        starts = [i for i, s in enumerate(self.segments) if i and self._can_start(s)]
-        if forced:
-            first = next((i for i in starts if self.segments[i].start >= pos), 0)
-        else:
-            first = max((i for i in starts if self.segments[i].start <= pos), default=0)
-        if first:
-            has_row = self.segments[first].start in self.rows()
-            self.start_row = self.row(self.segments[first].start) if has_row else None
-            del self.segments[:first]
-        return bool(first)
+    def _drop_before(self, pos: int) -> None:
+        """Start at the last base at or before pos."""
+        starts = [s.start for s in self.segments if s.base is not None or s.tape is None]
+        start = max((p for p in starts if p <= pos), default=self.low)
+        while self.low < start:
+            self._drop_first()
 
-    def _can_start(self, segment: Segment) -> bool:
-        return segment.base is not None or segment.tape is None
+    def _drop_first(self) -> None:
+        """Start one segment later; its base is replayed there if none was kept."""
+        first, second = self.segments[:2]
+        has_row = second.start in self.rows()
+        row = self.row(second.start) if has_row else None
+        if second.base is None and first.tape is not None:
+            base = first.tape.replay(first.base, first.rows)
+            mx.async_eval(base)
+            self.segments[1] = replace(second, base=base)
+        self.start_row = row
+        del self.segments[0]
 
     def _drop_logits(self) -> None:
         excess = self.nbytes - self.budget_bytes

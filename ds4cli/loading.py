@@ -193,6 +193,7 @@ def check_same_tokenizer(target: Any, draft: Any, draft_name: str) -> None:
     token_id, token = differing[0]
     raise UsageError(
         f"draft model `{draft_name}` has another tokenizer: token `{token}` is "
-        f"{ours.get(token, 'missing')} in the target and {theirs.get(token, 'missing')} in the draft",
-        f"{len(differing)} entries differ, the first at id {token_id}; use a draft of the same family",
+        f"{ours.get(token, 'missing')} in the target, {theirs.get(token, 'missing')} in the draft",
+        f"{len(differing)} entries differ, the first at id {token_id}; "
+        "use a draft of the same family",
     )

@@ -35,7 +35,7 @@ class RewindReport:
 
 @dataclass(frozen=True)
 class RewindPlan:
-    """How to get to `pos`: bring the state to `base`, then feed `replay` tokens in `forwards` calls."""
+    """How to get to `pos`: bring the state to `base`, feed `replay` tokens in `forwards` calls."""
 
     pos: int
     source: str
@@ -106,7 +106,7 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def plan(pos: int, reach: Reach, *, chunk: int, last: int, needs_row: bool = True) -> RewindPlan:
-    """The cheapest way to `pos`: fewest tokens fed again; among equals the first of the order below.
+    """The cheapest way to `pos`: fewest tokens fed again, among equals the first listed below.
 
     `needs_row` False is for a caller that feeds on at once and does not read the logits at `pos`.
     """
@@ -120,8 +120,13 @@ def plan(pos: int, reach: Reach, *, chunk: int, last: int, needs_row: bool = Tru
 
 
 def _without_call(pos: int, reach: Reach, needs_row: bool) -> Iterable[RewindPlan]:
-    """Bring the layers to pos, or one token short of it where the logits row is not kept."""
+    """Bring the layers to pos, or one token short of it where the logits row is not kept.
+
+    Position 0 is a rebuild, which frees all memory, unless the record itself starts there.
+    """
     for base in (pos, pos - 1):
+        if base == 0 != reach.record[0]:
+            continue
         has_row = base == pos and (pos in reach.rows or pos == 0 or not needs_row)
         if reach.low <= base <= reach.high and (has_row or base < pos):
             yield RewindPlan(pos, _source(pos, base, reach), base)

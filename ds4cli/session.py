@@ -291,7 +291,7 @@ class _Reply:
         return pos - self.start
 
     def take(self, tokens: Sequence[int]) -> tuple[str, int | None]:
-        """The text to show for `tokens`, and the position to keep if a stop string ended the reply."""
+        """The text to show for `tokens`, and the position to keep if a stop string was found."""
         shown = []
         for token in tokens:
             text, hit = self.scanner.push(self.detokenizer.push(token))

@@ -31,7 +31,7 @@ from ds4cli.rewind import (
 )
 from ds4cli.tape import Recorder, Tape
 
-# The logits rows of one call are kept up to this many bytes; a long feed's final call is cut to fit.
+# Logits rows of one call are kept up to this many bytes; the final call of a feed is cut to fit.
 MAX_CALL_LOGITS_BYTES = 64 << 20
 DENSE_BASES = 4
 # Cache kinds that never drop a row.
@@ -61,7 +61,7 @@ class _Block:
     """An open model call: fed but not committed."""
 
     start: int
-    feed: list[int]
+    feed: Sequence[int] | mx.array
     holds: list[Any]
     slots: list[list[mx.array | None]]
     tape: Tape | None
@@ -130,7 +130,7 @@ class Timeline:
         limits = self.limits
         self.horizon = Horizon(limits.horizon_tokens, 64, limits.budget_bytes // 2)
         self.ladder = Ladder(limits.budget_bytes)
-        self._open: _Block | None = None
+        self._open: list[_Block] = []  # oldest first
 
     @property
     def pos(self) -> int:
@@ -138,69 +138,81 @@ class Timeline:
 
     # -- forward: one model call ------------------------------------------------------------------
 
-    def feed(self, tokens: Sequence[int], *, record: bool = True) -> mx.array:
+    def feed(
+        self, tokens: Sequence[int] | mx.array, *, record: bool = True, again: bool = False
+    ) -> mx.array:
         """Open a block: one model call on `tokens`. Returns its logits rows (n, V), lazy.
 
         Nothing is published until `commit`. `record` False keeps no tape (early prefill chunks).
+        `again`: these tokens stood here before, so what was held beyond them stays restorable.
+        A second block may be opened on top of one that is not committed yet, on a token that is
+        not known yet (an unevaluated int32 (1,)): so the graph of the next step is built while
+        this one runs.
         """
-        if self._open is not None:
-            raise StateError("a block is open already")
         self._forget_ahead()
         holds = [a.hold() for a in self.adapters]
         slots = [holds[i] for i, a in enumerate(self.adapters) if not a.seekable]
         try:
             for a in self.adapters:
-                a.before_write()
+                a.before_write(same_rows=again)
             logits, tape = self._call(tokens, record and self.recording)
         except BaseException:
             self._restore(holds)
             raise
-        self._open = _Block(self.pos, list(tokens), holds, slots, tape, logits)
+        start = self.pos + sum(len(block.feed) for block in self._open)
+        self._open.append(_Block(start, tokens, holds, slots, tape, logits))
         return logits
 
-    def _call(self, tokens: Sequence[int], record: bool) -> tuple[mx.array, Tape | None]:
+    def _call(self, tokens: Sequence[int] | mx.array, record: bool) -> tuple[mx.array, Tape | None]:
         self.counters.forwards += 1
         self.counters.fed_tokens += len(tokens)
         taped = record and self.recorder is not None and bool(self._recurrent)
         caches = [a.cache for a in self._recurrent]
         with self.recorder.recording(caches) if taped else nullcontext() as tape:
-            logits = self.model(mx.array(tokens, dtype=mx.int32)[None], cache=self.caches)
+            logits = self.model(mx.array(tokens, mx.int32)[None], cache=self.caches)
         return logits[0], tape
 
-    def evaluate(self, *arrays: mx.array, rows: bool = True) -> None:
-        """Evaluate the open block with `arrays` in one go; on failure the block is undone."""
-        block = self._open
+    def evaluate(self, *arrays: mx.array, rows: bool = True, wait: bool = True) -> None:
+        """Evaluate the newest open block with `arrays` in one go; on failure it is undone.
+
+        rows False leaves its logits alone; wait False only starts the work.
+        """
+        block = self._open[-1]
+        tape = block.tape.arrays() if block.tape is not None else []
+        caches = [a.arrays() for a in self.adapters]
         try:
-            mx.eval(
-                *arrays,
-                block.logits if rows else [],
-                block.tape.arrays() if block.tape is not None else [],
-                [a.arrays() for a in self.adapters],
-            )
+            run = mx.eval if wait else mx.async_eval
+            run(*arrays, block.logits if rows else [], tape, caches)
         except BaseException:
             self.abort()
             raise
 
     def abort(self) -> None:
-        """Undo the open block."""
-        if self._open is not None:
-            self._restore(self._open.holds)
-            self._open = None
+        """Undo all open blocks."""
+        if self._open:
+            self._restore(self._open[0].holds)
+            self._open = []
 
-    def commit(self, rows: int, *, keep_logits: bool = True) -> None:
-        """Publish the first `rows` rows of the open block; the rest never happened."""
-        block = self._open
+    def commit(self, rows: int, *, keep_logits: bool = True) -> list[int]:
+        """Publish the first `rows` rows of the oldest open block; the rest never happened.
+
+        Returns the tokens published. Only the newest block can be cut.
+        """
+        block = self._open[0]
         try:
-            if rows < len(block.feed):
+            feed = block.feed.tolist() if isinstance(block.feed, mx.array) else list(block.feed)
+            if rows < len(feed):
+                assert len(self._open) == 1, "a later block stands on the rows to be cut"
                 self._keep_head(block, rows)
         except BaseException:
             self.abort()
             raise
-        self._open = None
+        del self._open[0]
         row_before, self.logits = self.logits, block.logits[rows - 1] if keep_logits else None
-        self.tokens.extend(block.feed[:rows])
+        self.tokens.extend(feed[:rows])
         self.record = (block.start, self.pos)
         self._remember(block, rows, row_before, keep_logits)
+        return feed[:rows]
 
     def _keep_head(self, block: _Block, rows: int) -> None:
         """Stand at row `rows` of the block: replay the recurrences, move the cursors."""
@@ -259,11 +271,11 @@ class Timeline:
 
     @property
     def can_cut(self) -> bool:
-        """True when every layer keeps every row: then a rewind is a cursor move, and no mark helps."""
+        """True when every layer keeps every row: a rewind is a cursor move, and no mark helps."""
         return all(a.kind in EVERY_ROW for a in self.adapters)
 
     def mark(self, kind: str) -> None:
-        """Put a frontier of the current position on the ladder (nothing to do if all layers cut)."""
+        """Put a frontier of the current position on the ladder; no-op where all layers cut."""
         if self.pos == 0 or not self.recording or self.can_cut:
             return
         payload = [a.frontier() for a in self.adapters]
@@ -313,14 +325,14 @@ class Timeline:
     def rewind(self, pos: int) -> RewindReport:
         """Stand at `pos`, or raise with nothing changed. Positions already left behind by a rewind
         can be gone forward to again, until something new is fed."""
-        self._require_closed()
+        self.abort()
         begin = time.perf_counter()
         step = self.plan(pos)
         before, counted = self.pos, self.counters.forwards
         replay = self._known()[step.base : pos]
         with self._all_or_nothing():
             self._move(step)
-            self._feed_all(replay)
+            self._feed_all(replay, again=True)
         return RewindReport(
             step.source,
             discarded=max(0, before - pos),
@@ -340,7 +352,7 @@ class Timeline:
 
         Stops between model calls when `cancel()` is true; what was read by then is kept.
         """
-        self._require_closed()
+        self.abort()
         begin = time.perf_counter()
         target = list(target)
         known = self._known()
@@ -359,10 +371,6 @@ class Timeline:
             forwards=self.counters.forwards - counted,
             seconds=time.perf_counter() - begin,
         )
-
-    def _require_closed(self) -> None:
-        if self._open is not None:
-            raise StateError("a block is open", "commit or abort it first")
 
     def _known(self) -> list[int]:
         return self.tokens + self.ahead
@@ -424,7 +432,6 @@ class Timeline:
         try:
             yield
         except BaseException:
-            self._open = None
             self._set_caches(was.caches, was.adapters)
             self._restore(was.holds)
             self.tokens, self.ahead, self.logits = was.tokens, was.ahead, was.logits
@@ -435,7 +442,7 @@ class Timeline:
 
     def fork(self) -> Timeline:
         """An independent twin at the same position. Rows are shared until both have written."""
-        self._require_closed()
+        self.abort()
         twin = copy.copy(self)
         adapters = [a.fork() for a in self.adapters]
         twin._set_caches(nest(self.caches, adapters), adapters)
@@ -448,7 +455,7 @@ class Timeline:
 
     def state(self) -> dict[str, Any]:
         """Everything that `load_state` needs: plain containers, numbers and arrays."""
-        self._require_closed()
+        self.abort()
         layers = [a.state_dict() for a in self.adapters]
         return {
             "tokens": list(self.tokens),
@@ -482,6 +489,7 @@ class Timeline:
         tokens: Sequence[int],
         cancel: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] | None = None,
+        again: bool = False,
     ) -> None:
         """Feed tokens in calls of at most one chunk; the final one becomes the record."""
         done = 0
@@ -490,13 +498,13 @@ class Timeline:
             if cancel():
                 return
             final = i == len(sizes) - 1
-            self._feed_chunk(tokens[done : done + size], final)
+            self._feed_chunk(tokens[done : done + size], final, again)
             done += size
             if progress is not None:
                 progress(done, len(tokens))
 
-    def _feed_chunk(self, tokens: Sequence[int], final: bool) -> None:
-        logits = self.feed(tokens, record=final)
+    def _feed_chunk(self, tokens: Sequence[int], final: bool, again: bool) -> None:
+        logits = self.feed(tokens, record=final, again=again)
         self._logits_row_bytes = logits.shape[-1] * logits.dtype.size
         self.evaluate(rows=final)
         self.commit(len(tokens), keep_logits=final)

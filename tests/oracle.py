@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import contextmanager
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from tiny import V, build
 
-from ds4cli.engine import Engine
-from ds4cli.settings import Settings
+
+
 
 FAMILIES = (
     "llama",
@@ -48,8 +49,11 @@ class Letters:
         return "".join(self.alphabet[i] for i in ids)
 
 
-def engine(name: str, *, model=None, draft=None, eos: Sequence[int] = (), **settings) -> Engine:
+def engine(name: str, *, model=None, draft=None, eos: Sequence[int] = (), **settings):
     """An engine over a tiny random model."""
+    from ds4cli.engine import Engine
+    from ds4cli.settings import Settings
+
     if draft is not None:
         settings.setdefault("drafter", "model")
         settings.setdefault("draft_model", "given")
@@ -59,8 +63,8 @@ def engine(name: str, *, model=None, draft=None, eos: Sequence[int] = (), **sett
 
 
 def prompt(n: int, seed: int = 1) -> list[int]:
-    """A random prompt of n tokens."""
-    return mx.random.randint(0, V, (n,), key=mx.random.key(seed)).tolist()
+    """A random prompt of n tokens; a shorter one is a prefix of a longer one."""
+    return mx.random.randint(0, V, (512,), key=mx.random.key(seed)).tolist()[:n]
 
 
 def fresh_logits(model, tokens: Sequence[int]) -> mx.array:
@@ -104,6 +108,23 @@ class OracleDrafter:
     def propose(self, tokens: Sequence[int], n: int) -> list[int]:
         known = self.truth[len(tokens) : len(tokens) + n]
         draws = mx.random.uniform(shape=(n,), key=mx.random.key(len(tokens))).tolist()
-        return [t if d < self.right else (t + 1) % V for t, d in zip(known, draws)]
+        return [t if d < self.right else (t + 1) % V for t, d in zip(known, draws, strict=False)]
 
     def rewind(self, pos: int) -> None: ...
+
+
+@contextmanager
+def failing_layer(model, index: int, error: type[BaseException] = KeyboardInterrupt):
+    """The layer runs, its cache is written, and then it raises: an interrupt between layers."""
+    layer = model.layers[index]
+    kind = type(layer)
+
+    def call(self, *args, **kwargs):
+        kind.__call__(self, *args, **kwargs)
+        raise error("planted")
+
+    layer.__class__ = type(f"Failing{kind.__name__}", (kind,), {"__call__": call})
+    try:
+        yield
+    finally:
+        layer.__class__ = kind

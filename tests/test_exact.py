@@ -76,7 +76,7 @@ def test_output_does_not_depend_on_the_drafter(name, drafter, temp):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_row_of_the_record_after_every_step(name):
-    """Total rejection, partial acceptance, two rewinds in a row, forward again, then decoding on."""
+    """Total rejection, partial acceptance, rewinds in a row, forward again, then decoding on."""
     session = make_session(name, "oracle", 0.0, 5)
     session.sync(prompt(PROMPT))
     for _ in range(4):

@@ -1,0 +1,307 @@
+"""The timeline: transactions, the horizon, the ladder, counted calls, memory."""
+
+import gc
+import random
+from functools import lru_cache
+
+import mlx.core as mx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import FAMILIES, TOLERANCE, failing_layer, fresh_logits, prompt
+from tiny import V, build
+
+from ds4cli.caches import adapt, build_caches
+from ds4cli.tape import Recorder
+from ds4cli.timeline import Limits, Timeline
+
+HYBRIDS = tuple(n for n in FAMILIES if n not in ("llama", "gemma3_text", "gpt_oss"))
+
+
+@lru_cache
+def armed(name):
+    model = build(name, scale=2.0)
+    recurrent = any(not a.seekable for a in adapt(build_caches(model, 0)))
+    return model, Recorder.arm(model) if recurrent else None
+
+
+def timeline(name, horizon=256, mb=512, chunk=512):
+    model, recorder = armed(name)
+    return Timeline(model, recorder, Limits(horizon, mb << 20, chunk))
+
+
+def step(t, feed, kept=None):
+    t.feed(feed)
+    t.evaluate()
+    return t.commit(len(feed) if kept is None else kept)
+
+
+def check(t):
+    """State and logits equal a fresh prefill; all layers stand at pos."""
+    assert all(a.pos() in (None, t.pos) for a in t.adapters)
+    if t.logits is not None:
+        fresh = fresh_logits(t.model, t.tokens)
+        assert mx.abs(t.logits - fresh).max() / mx.maximum(mx.abs(fresh).max(), 1) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_error_between_layers_leaves_the_block_undone(name):
+    """A block that dies after some layers wrote must not shift those layers."""
+    t = timeline(name)
+    t.sync(prompt(9))
+    step(t, [1, 2, 3, 4], kept=2)
+    before, logits = t.tokens[:], t.logits
+    for index in range(len(t.model.layers)):
+        for feed in ([5], [5, 6, 7]):
+            with failing_layer(t.model, index), pytest.raises(KeyboardInterrupt):
+                t.feed(feed)
+            assert t.tokens == before
+            check(t)
+    assert mx.array_equal(t.logits, logits)
+    for pos in (11, 10, 9):
+        assert t.rewind(pos).forwards == 0
+        check(t)
+    step(t, [7])
+    check(t)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_error_inside_a_rewind_leaves_the_session_unchanged(name):
+    """A rewind is done or not done: a replay that dies must not leave half of it."""
+    t = timeline(name, horizon=4, chunk=4)
+    t.sync(prompt(30))
+    tokens = t.tokens[:]
+    tried = 0
+    for pos in range(1, 30):
+        if t.plan(pos).forwards:
+            tried += 1
+            with failing_layer(t.model, -1), pytest.raises(KeyboardInterrupt):
+                t.rewind(pos)
+        assert t.tokens == tokens
+        check(t)
+    assert tried
+    assert t.rewind(28).forwards == 0
+    check(t)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_error_inside_a_sync_keeps_what_was_read(name):
+    """A prefill that dies in its third call stands after the second, and can go on."""
+    t = timeline(name, chunk=4)
+    t.sync(prompt(8))
+    with failing_layer(t.model, 0), pytest.raises(KeyboardInterrupt):
+        t.sync(prompt(20))
+    assert t.tokens == prompt(8)
+    t.sync(prompt(20))
+    check(t)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_cancelled_sync_stops_between_calls_and_goes_on(name):
+    """Ctrl-C in a long prompt keeps the calls that were made."""
+    t = timeline(name, chunk=4)
+    calls = iter([False, False, True])
+    report = t.sync(prompt(20), cancel=lambda: next(calls))
+    assert (t.pos, report.prefilled, report.forwards) == (8, 8, 2)
+    report = t.sync(prompt(20))
+    assert (report.prefilled, report.replayed) == (12, 0)
+    check(t)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_horizon_reaches_every_position_without_a_call(name):
+    """One-token steps, blocks and partial acceptance concatenate into one horizon."""
+    t = timeline(name, horizon=40)
+    t.sync(prompt(12))
+    rng = random.Random(2)
+    while t.pos < 100:
+        n = rng.choice([1, 1, 1, 4, 6])
+        step(t, [rng.randrange(V) for _ in range(n)], rng.randrange(1, n + 1))
+    end = t.pos
+    for pos in [*range(end - 40, end + 1), *range(end, end - 41, -3)]:
+        calls = t.counters.forwards
+        report = t.rewind(pos)
+        assert (t.counters.forwards - calls, report.forwards) == (0, 0)
+        assert report.source in ("block", "horizon", "live")
+        check(t)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_short_of_budget_rows_go_first_and_one_token_is_fed(name):
+    """Without its logits row a position costs one fed token, not a replay from a mark."""
+    t = timeline(name, horizon=30)
+    t.sync(prompt(12))
+    for i in range(40):
+        step(t, [i])
+    t.horizon.budget_bytes = t.horizon.nbytes - 20 * V * 4
+    step(t, [1])
+    held = t.horizon.rows()
+    low = t.horizon.low
+    assert low < held.start
+    report = t.rewind(held.start - 2)
+    assert (report.source, report.forwards, report.replayed) == ("horizon", 1, 1)
+    check(t)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_going_back_far_costs_at_most_the_depth_plus_a_block(name):
+    """The ladder's promise, in counted tokens and in one batched call."""
+    t = timeline(name, horizon=32, chunk=512)
+    t.sync(prompt(8))
+    rng = random.Random(3)
+    while t.pos < 600:
+        step(t, [rng.randrange(V) for _ in range(5)])
+    whole = t.tokens[:]
+    for depth in (33, 50, 90, 150, 250, 400):
+        fed = t.counters.fed_tokens
+        report = t.rewind(len(whole) - depth)
+        assert t.counters.fed_tokens - fed == report.replayed <= depth + 64
+        assert report.forwards <= 1
+        check(t)
+        t.sync(whole)
+        check(t)
+
+
+def test_a_marked_turn_end_costs_nothing():
+    """Landing exactly on a mark needs no model call: it keeps its logits row."""
+    t = timeline("qwen3_next", horizon=16)
+    t.sync(prompt(40))
+    t.mark("turn")
+    for i in range(60):
+        step(t, [i])
+    report = t.rewind(40)
+    assert (report.source, report.forwards, report.replayed) == ("frontier", 0, 0)
+    check(t)
+
+
+def test_an_exact_repeat_feeds_nothing():
+    """`/retry` right after a reply, or the same prompt twice, must not read it again."""
+    for name in FAMILIES:
+        t = timeline(name)
+        t.sync(prompt(20))
+        fed = t.counters.fed_tokens
+        report = t.sync(prompt(20))
+        assert (t.counters.fed_tokens - fed, report.forwards) == (0, 0)
+
+
+def test_plain_kv_keeps_no_marks():
+    """Where every layer cuts, a ladder would only cost memory."""
+    t = timeline("llama", chunk=8)
+    t.sync(prompt(64))
+    t.mark("turn")
+    assert t.ladder.frontiers == []
+    assert t.rewind(5).source == "trim"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text", "deepseek_v41"])
+def test_nothing_leaks(name):
+    """Hundreds of blocks, then a fresh start: memory is back, and arrays do not pile up."""
+    t = timeline(name, horizon=32)
+    t.sync(prompt(16))
+    step(t, [1])
+    gc.collect()
+    mx.clear_cache()
+    t.sync([])
+    before = mx.get_active_memory()
+    t.sync(prompt(16))
+    sizes = []
+    for i in range(300):
+        step(t, [i % V, 3, 4], kept=1 + i % 3)
+        sizes.append(len(t.horizon.segments))
+    assert max(sizes[150:]) <= 64
+    t.sync([])
+    gc.collect()
+    mx.clear_cache()
+    assert mx.get_active_memory() <= before * 1.01 + 4096
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("step"), st.integers(1, 8), st.integers(1, 8)),
+    st.tuples(st.just("rewind"), st.integers(0, 40), st.just(0)),
+    st.tuples(st.just("edit"), st.integers(0, 40), st.integers(1, 20)),
+    st.tuples(st.just("fork"), st.integers(1, 6), st.just(0)),
+    st.tuples(st.just("reload"), st.just(0), st.just(0)),
+    st.tuples(st.just("mark"), st.just(0), st.just(0)),
+    st.tuples(st.just("interrupt"), st.integers(0, 3), st.integers(1, 5)),
+    st.tuples(st.just("reset"), st.just(0), st.just(0)),
+)
+
+
+def apply(t, operation, rng):
+    """Carry one operation out; returns the timeline to go on with."""
+    kind, a, b = operation
+    if kind == "step":
+        step(t, [rng.randrange(V) for _ in range(a)], min(a, b))
+    elif kind == "rewind":
+        t.rewind(max(1, t.pos + len(t.ahead) - a))
+    elif kind == "edit":
+        kept = max(0, t.pos - a)
+        t.sync([*t.tokens[:kept], *[rng.randrange(V) for _ in range(b)]])
+    elif kind == "fork":
+        other, was = t.fork(), t
+        step(was, [rng.randrange(V) for _ in range(a)])
+        t = other
+    elif kind == "reload":
+        state = t.state()
+        t = Timeline(t.model, t.recorder, t.limits)
+        t.load_state(state)
+    elif kind == "mark":
+        t.mark("turn")
+    elif kind == "interrupt":
+        with failing_layer(t.model, a % len(t.model.layers)), pytest.raises(KeyboardInterrupt):
+            t.feed([rng.randrange(V) for _ in range(b)])
+    else:
+        t.sync([])
+        t.sync(prompt(5))
+    return t
+
+
+def drive(name, operations, seed):
+    rng = random.Random(seed)
+    t = timeline(name, horizon=16, chunk=8)
+    t.sync(prompt(10, seed=seed))
+    for operation in operations:
+        t = apply(t, operation, rng)
+        check(t)
+
+
+# Always include: accepted >= 2 then a one-token step; two rewinds in a row; a rewind over the wrap.
+FIXED = [
+    ("step", 5, 3),
+    ("step", 1, 1),
+    ("rewind", 2, 0),
+    ("rewind", 1, 0),
+    ("step", 8, 8),
+    ("step", 8, 8),
+    ("rewind", 14, 0),
+    ("step", 2, 1),
+    ("reload", 0, 0),
+    ("rewind", 3, 0),
+    ("fork", 3, 0),
+    ("edit", 20, 9),
+    ("interrupt", 1, 3),
+    ("step", 3, 2),
+]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_sequences_that_broke_other_tools(name):
+    """Accepted >= 2 then a one-token step, rewinds in a row, a rewind across the wrap, and so on."""
+    drive(name, FIXED, seed=1)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(OPERATIONS, min_size=5, max_size=12), st.integers(0, 99))
+def test_random_operations_equal_a_fresh_session(name, operations, seed):
+    """Any order of step, rewind, edit, fork, reload, interrupt and reset is exact."""
+    drive(name, operations, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(OPERATIONS, min_size=10, max_size=20), st.integers(0, 9999))
+def test_many_random_operations(name, operations, seed):
+    """The long run of the same property: over 10,000 operations on all families together."""
+    drive(name, operations, seed)
