@@ -1,24 +1,204 @@
-"""The gated delta rule in chunks, in plain mx operations.
+"""The gated delta rule in chunks, in plain mlx operations.
 
-S_t = S_{t-1} diag(g_t) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T          y_t = S_t q_t
+    S_t = S_{t-1} diag(g_t) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T            y_t = S_t q_t
+
+mlx-lm has a Metal kernel for this and, everywhere else, a Python loop over tokens. Here the rows of
+a chunk are solved together (the WY representation of Yang et al., "Parallelizing Linear
+Transformers with the Delta Rule over Sequence Length", 2024; with gates, "Gated Delta Networks",
+2025). With D_ti the product of the gates of rows i + 1 .. t, S the state before the chunk and S'
+after it:
+
+    A_ti = beta_t (k_t D_ti . k_i)  for i < t            U = (I + A)^-1 beta (V - (K D_in) S^T)
+    S' = S D_all + U^T (K D_out)                         Y = (Q D_in) S^T + (Q D K^T) U
+
+Every D is a running product of gates, never a quotient of two: no decay, however strong, overflows.
 """
 
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.gated_delta import gated_delta_kernel
+
+from ds4cli.rebind import Swaps, calls, rebound, with_globals
+
+# From this many rows a model call uses the chunks. Measured: level with mlx-lm's loop at 3 rows of
+# 8 heads x 64, ahead at 2 rows of 16 x 128; one row always runs mlx-lm's own step.
+MIN_ROWS = 4
+
+# Rows solved together. A gate per channel needs (chunk, chunk, Dk) products, hence the shorter one.
+CHUNK = 32
+CHANNEL_CHUNK = 8
+
+# Elements of one (rows, Dk) operand over all heads: temporaries that fit a CPU's cache are worth
+# more than fewer, larger products.
+_OPERAND = 2**17
 
 
-def final_state(k, v, log_g, beta, state):
-    """The state after all rows (no outputs)."""
-    layers, rows, groups, _ = k.shape
-    heads, dim = v.shape[2:]
-    g = mx.exp(log_g)
-    k = mx.repeat(k, heads // groups, axis=2)
-    if state is None:
-        state = mx.zeros((layers, heads, dim, k.shape[-1]))
-    for t in range(rows):
-        decay = g[:, t][..., None, None] if g.ndim == 3 else g[:, t][..., None, :]
-        state = state * decay
-        error = v[:, t] - (state * k[:, t, :, None]).sum(axis=-1)
-        state = state + (error * beta[:, t][..., None])[..., None] * k[:, t, :, None]
+def chunked(q, k, v, g, beta, state=None, mask=None):
+    """What mlx-lm's `gated_delta_ops` computes: outputs, and the state after all rows.
+
+    q, k (B, T, Hk, Dk), v (B, T, Hv, Dv), g (B, T, Hv) or (B, T, Hv, Dk) in [0, 1],
+    beta (B, T, Hv), state (B, Hv, Dv, Dk) or None for zeros, mask (B, T): a False row leaves the
+    state alone, and its output means nothing. Returns y (B, T, Hv, Dv) of q's dtype, and the
+    state in float32.
+    """
+    if mask is not None:
+        beta = mx.where(mask[..., None], beta, 0)
+        g = mx.where(mask.reshape(*mask.shape, *[1] * (g.ndim - 2)), g, 1)
+    ys = []
+    for rows in _segments(k, v, g):
+        y, state = _segment(q[:, rows], k[:, rows], v[:, rows], g[:, rows], beta[:, rows], state)
+        ys.append(y)
+    y = ys[0] if len(ys) == 1 else mx.concatenate(ys, axis=1)
+    return y.astype(q.dtype), state
+
+
+def final_state(k, v, g, beta, state=None):
+    """The state after all rows, without outputs; arguments as for `chunked`."""
+    if has_kernel(k.shape[-1]):
+        return _kernel_state(k, v, g, beta, state)
+    for rows in _segments(k, v, g):
+        _, state = _segment(None, k[:, rows], v[:, rows], g[:, rows], beta[:, rows], state)
     return state
+
+
+def has_kernel(dim: int = 32) -> bool:
+    """Whether mlx-lm runs its Metal kernel here, for keys of this size."""
+    return mx.metal.is_available() and mx.default_device() == mx.gpu and dim % 32 == 0
+
+
+def _kernel_state(k, v, g, beta, state):
+    if state is None:
+        state = mx.zeros((k.shape[0], *v.shape[2:], k.shape[-1]))
+    # Any q will do: only outputs depend on it.
+    return gated_delta_kernel(k, k, v, g, beta, state)[1]
+
+
+def _segments(k, v, g) -> list[slice]:
+    """The rows in groups of whole chunks that are solved at once."""
+    batch, rows, _, dim = k.shape
+    size = CHUNK if g.ndim == 3 else CHANNEL_CHUNK
+    chunks = max(1, _OPERAND // (batch * v.shape[2] * dim * size))
+    return [slice(i, i + chunks * size) for i in range(0, rows, chunks * size)]
+
+
+def _segment(q, k, v, g, beta, state):
+    """Outputs (None without q) and the state after the rows of one segment."""
+    batch, rows, groups, dim_k = k.shape
+    heads, dim_v = v.shape[2:]
+    size = min(CHUNK if g.ndim == 3 else CHANNEL_CHUNK, rows)
+    # A padding row has beta 0 and gate 1, so that it does nothing.
+    g = _split(g if g.ndim == 4 else g[..., None], groups, size, fill=1)
+    k, v, beta = (_split(x, groups, size) for x in (k, v, beta[..., None]))
+    shape = (batch, groups, heads // groups, dim_v, dim_k)
+    state = mx.zeros(shape) if state is None else state.reshape(shape)
+
+    D, D_in = _products(g), mx.cumprod(g, axis=-2)
+    A = beta * _pairs(k, k, D) * _lower(size, 1)
+    T = _unit_inverse(A) * beta.swapaxes(-1, -2)
+    states, updates = _scan(T, k * D_in, v, k * D[..., -1, :, :], D_in[..., -1:, :], state)
+    after = states.pop().reshape(batch, heads, dim_v, dim_k)
+    if q is None:
+        return None, after
+    q = _split(q, groups, size)
+    y = (q * D_in) @ mx.stack(states, axis=3).swapaxes(-1, -2)
+    y += (_pairs(q, k, D) * _lower(size, 0)) @ mx.stack(updates, axis=3)
+    return _join(y, rows), after
+
+
+def _split(x, groups: int, size: int, fill: float = 0):
+    """(B, T, H, D) -> (B, groups, H / groups, chunks, size, D), float32, padded to whole chunks."""
+    batch, rows, heads, dim = x.shape
+    x = x.astype(mx.float32)
+    if pad := -rows % size:
+        x = mx.pad(x, [(0, 0), (0, pad), (0, 0), (0, 0)], constant_values=fill)
+    x = x.reshape(batch, -1, size, groups, heads // groups, dim).transpose(0, 3, 4, 1, 2, 5)
+    # Each product would copy a strided operand again.
+    return mx.contiguous(x)
+
+
+def _join(y, rows: int):
+    """(B, groups, H / groups, chunks, size, D) -> (B, rows, H, D)."""
+    batch, groups, per_group, _, _, dim = y.shape
+    y = y.transpose(0, 3, 4, 1, 2, 5).reshape(batch, -1, groups * per_group, dim)
+    return y[:, :rows]
+
+
+def _lower(size: int, below: int):
+    """A float mask (size, size): 1 where row - column >= below."""
+    index = mx.arange(size)
+    return (index[:, None] - index[None] >= below).astype(mx.float32)
+
+
+def _products(g):
+    """g (..., C, D) -> (..., C, C, D): at t, i the product of rows i + 1 .. t; 1 for i >= t."""
+    later = _lower(g.shape[-2], 1)[..., None] > 0
+    return mx.cumprod(mx.where(later, g[..., None, :], 1.0), axis=-3)
+
+
+def _pairs(x, k, D):
+    """The products x_t D_ti . k_i, (..., C, C); meaningful for i <= t."""
+    if D.shape[-1] == 1:
+        return (x @ k.swapaxes(-1, -2)) * D[..., 0]
+    return ((D * k[..., None, :, :]) @ x[..., None])[..., 0]
+
+
+def _unit_inverse(A):
+    """(I + A)^-1 for strictly lower triangular A (..., C, C)."""
+    size = A.shape[-1]
+    eye = mx.eye(size)
+    if mx.default_device() == mx.cpu:
+        return mx.linalg.tri_inv(A + eye, stream=mx.cpu)
+    return _merge_inverse(A, eye, size)
+
+
+def _merge_inverse(A, eye, size: int):
+    """The same by products alone: inverses of diagonal blocks of 1, 2, 4 .. rows, merged in pairs.
+
+    Not by powers of A: those grow without bound where keys resemble each other.
+    """
+    T, rows, block = mx.broadcast_to(eye, A.shape), mx.arange(size), 1
+    while block < size:
+        own, pair = rows // block, rows // (2 * block)
+        merging = (pair[:, None] == pair[None]) & (own[:, None] != own[None])
+        T = T - T @ mx.where(merging, A, 0) @ T
+        block *= 2
+    return T
+
+
+def _scan(T, K_in, V, K_out, D_all, state):
+    """The sequential part: the state before each chunk and after the last, and the updates U."""
+    states, updates = [state], []
+    for c in range(T.shape[3]):
+        T_, K_in_, V_, K_out_, D_all_ = (x[:, :, :, c] for x in (T, K_in, V, K_out, D_all))
+        update = T_ @ (V_ - K_in_ @ state.swapaxes(-1, -2))
+        state = state * D_all_ + update.swapaxes(-1, -2) @ K_out_
+        states.append(state)
+        updates.append(update)
+    return states, updates
+
+
+def use_chunked(model: nn.Module) -> Swaps:
+    """Let this model's own layers use `chunked` for calls of MIN_ROWS rows and more.
+
+    Does nothing where mlx-lm has its Metal kernel. Call it before `Recorder.arm`; `undo()` of the
+    result takes it back (after `Recorder.disarm`).
+    """
+    swaps = Swaps()
+    if not has_kernel():
+        for module in model.modules():
+            if calls(type(module), "gated_delta_update"):
+                swaps.swap(module, rebound(type(module), {"gated_delta_update": _chunked_update}))
+    return swaps
+
+
+def _chunked_update(update):
+    """mlx-lm's `gated_delta_update` with another loop inside."""
+    ops = update.__globals__["gated_delta_ops"]
+
+    def gated_delta_ops(q, k, v, g, beta, state=None, mask=None):
+        run = chunked if q.shape[1] >= MIN_ROWS else ops
+        return run(q, k, v, g, beta, state, mask)
+
+    return with_globals(update, {**update.__globals__, "gated_delta_ops": gated_delta_ops})

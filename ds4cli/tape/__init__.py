@@ -1,8 +1,8 @@
 """Recording and replaying recurrences.
 
 A recurrent state cannot be cut, but what moved it can be kept: a *tape* holds, for every recurrent
-cache of a model, the inputs of the recurrence for each fed token. Replaying the first n of them from
-the state before gives the state after n tokens without a model call.
+cache of a model, the inputs of the recurrence for each fed token. Replaying the first n of them
+from the state before gives the state after n tokens without a model call.
 
     recorder = Recorder.arm(model)
     with recorder.recording(caches) as tape:

@@ -1,8 +1,8 @@
-"""Who is recording right now: the logs of the current context, and the frame of the running module.
+"""Who is recording now: the logs of the current context, and the frame of the running module.
 
-A *log* collects the rows of one `ArraysCache`; a *frame* is open while the module that was given that
-cache runs. Both live in context variables, so recordings in different contexts do not meet and
-recordings of two models (target and draft) may nest. With no frame open every hook is a plain call.
+A *log* collects the rows of one `ArraysCache`; a *frame* is open while the module that was given
+that cache runs. Both live in context variables, so recordings in different contexts do not meet,
+and recordings of two models (target and draft) may nest. Without a frame a hook is a plain call.
 """
 
 from __future__ import annotations
@@ -41,8 +41,18 @@ class Frame:
         self._log.slots[self._next].append(track)
         self._next += 1
 
+    def add_all(self, track: Track) -> None:
+        """Record one track for all slots: it moves them together."""
+        for slot in self._log.slots:
+            slot.append(track)
+
+    def add_all(self, track: Track) -> None:
+        """Record one track for all slots: it moves them together."""
+        for slot in self._log.slots:
+            slot.append(track)
+
     def add_state(self, track: Track) -> None:
-        """Record rows for the last slot, where the state of a recurrence lives; any number of times."""
+        """Record rows for the last slot, where a recurrence keeps its state; repeatable."""
         self._log.slots[-1].append(track)
 
 
@@ -53,6 +63,11 @@ _frame: ContextVar[Frame | None] = ContextVar("ds4cli_frame", default=None)
 def current() -> Frame | None:
     """The frame of the module that is running, if its cache is being recorded."""
     return _frame.get()
+
+
+def recording() -> bool:
+    """Whether any cache is being recorded in this context."""
+    return bool(_logs.get())
 
 
 @contextmanager

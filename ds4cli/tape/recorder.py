@@ -9,9 +9,9 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from ds4cli.errors import ModelError
+from ds4cli.rebind import Swaps
 from ds4cli.tape import frames
-from ds4cli.tape.families import FAMILIES
-from ds4cli.tape.rebind import Swaps
+from ds4cli.tape.families import FAMILIES, leaf
 from ds4cli.tape.tape import Tape, from_logs
 
 
@@ -36,18 +36,18 @@ class Recorder:
         swaps = Swaps()
         if not needed:
             return cls([], swaps)
-        found = {}
-        for family, module in _owners(model):
-            family.arm(module, swaps)
-            found.setdefault(family.name, []).append(module)
-        if sum(len(m) for m in found.values()) < needed:
-            swaps.undo()
+        found = [(family.name, family.arm, m) for family, m in _owners(model)]
+        if len(found) < needed:
+            unknown = _leaves(model, [m for *_, m in found])
+            found += [(leaf.name_of(m), leaf.arm, m) for m in unknown]
+        if len(found) < needed:
             raise ModelError(
-                f"`{type(model).__module__}.{type(model).__name__}` keeps a recurrent state in a "
-                "module that can't be recorded",
-                hint="report the architecture; the model works without speculation",
+                f"`{type(model).__module__}` has {needed} recurrent caches, and only {len(found)} "
+                "modules that can be recorded"
             )
-        return cls(list(found), swaps)
+        for _, arm, module in found:
+            arm(module, swaps)
+        return cls(list(dict.fromkeys(name for name, *_ in found)), swaps)
 
     def disarm(self) -> None:
         """Give every instance its own class back."""
@@ -69,6 +69,18 @@ def _owners(model: nn.Module):
         family = next((f for f in FAMILIES if f.owns(module)), None)
         if family is not None:
             yield family, module
+
+
+def _leaves(model: nn.Module, known: list[nn.Module]) -> list[nn.Module]:
+    """Modules of no family that may keep a recurrent cache, outside the known ones."""
+    inside = {id(part) for module in known for part in module.modules()}
+    return [m for m in model.modules() if id(m) not in inside and leaf.owns(m)]
+
+
+def _leaves(model: nn.Module, known: list[nn.Module]) -> list[nn.Module]:
+    """Modules of no family that may keep a recurrent cache, outside the known ones."""
+    inside = {id(part) for module in known for part in module.modules()}
+    return [m for m in model.modules() if id(m) not in inside and leaf.owns(m)]
 
 
 def arrays_caches(caches) -> list[ArraysCache]:

@@ -69,8 +69,7 @@ class Tape:
         groups: dict = {}
         for i, tracks in enumerate(self._layers):
             for j, track in enumerate(tracks):
-                key = (type(track), track.key(), starts[i][j] is None)
-                groups.setdefault(key, []).append((i, j))
+                groups.setdefault((type(track), track.key(starts[i][j])), []).append((i, j))
         return list(groups.values())
 
 

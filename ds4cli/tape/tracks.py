@@ -1,8 +1,8 @@
 """What a tape holds: one track per slot of a recurrent cache.
 
-A track is the rows that moved this slot, one per token, time on axis 1, batch 1; `Track.replay` says
-what the slot becomes after some of them. Convolution histories, token shifts and token ids are all
-`Tail`; every other recurrence has its own file beside this one.
+A track is the rows that moved this slot, one per token, time on axis 1, batch 1; `Track.replay`
+says what the slot becomes after some of them. Convolution histories, token shifts and token ids are
+all `Tail`; every other recurrence has its own file in `families/`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,15 @@ class Track:
         columns = zip(*(t.data for t in tracks), strict=True)
         return replace(tracks[0], data=tuple(_compact(column) for column in columns))
 
-    def key(self) -> Any:
-        """Tracks with equal keys can be replayed as one batch. Default: alone."""
+    def key(self, start: mx.array | None) -> Any:
+        """Tracks with equal keys are replayed as one batch. Default: alone."""
         return id(self)
+
+    @classmethod
+    def stack(cls, tracks: Sequence[Track], rows: int) -> list[mx.array]:
+        """The first rows of several tracks as one batch: each input (tracks, rows, ...)."""
+        columns = zip(*(t.data for t in tracks), strict=True)
+        return [mx.concatenate([x[:, :rows] for x in column]) for column in columns]
 
     @classmethod
     def replay(
@@ -85,7 +91,7 @@ class Tail(Track):
 
 @dataclass(frozen=True)
 class States(Track):
-    """Rows that are the states themselves: after n rows the slot is row n - 1, without its time axis."""
+    """Rows that are the states themselves: the slot after n rows is row n - 1."""
 
     @classmethod
     def replay(cls, tracks, starts, rows):

@@ -1,4 +1,4 @@
-"""Baichuan-M1's two-tap convolutions of k and v: the slots are their last row, heads before time."""
+"""Baichuan-M1's two-tap convolutions of k and v: each slot is the last row, after the heads."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from functools import cache
 
 import mlx.nn as nn
 
+from ds4cli.rebind import Swaps
 from ds4cli.tape import frames
-from ds4cli.tape.rebind import Swaps
 from ds4cli.tape.tracks import Tail
 
 name = "two-tap convolution"

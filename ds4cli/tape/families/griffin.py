@@ -7,8 +7,8 @@ from functools import cache, wraps
 
 import mlx.nn as nn
 
+from ds4cli.rebind import Swaps, calls, rebound
 from ds4cli.tape import frames
-from ds4cli.tape.rebind import Swaps, calls, rebound
 from ds4cli.tape.tracks import States, Tail
 
 name = "RG-LRU"

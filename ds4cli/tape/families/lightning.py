@@ -14,8 +14,8 @@ from functools import cache, wraps
 import mlx.core as mx
 import mlx.nn as nn
 
+from ds4cli.rebind import Swaps, calls, rebound
 from ds4cli.tape import frames
-from ds4cli.tape.rebind import Swaps, calls, rebound
 from ds4cli.tape.tracks import Track
 
 name = "lightning attention"
@@ -28,14 +28,13 @@ class GlaRows(Track):
     gate: mx.array
     dtype: mx.Dtype
 
-    def key(self):
+    def key(self, start):
         k, v = self.data
-        return k.shape, v.shape, self.dtype
+        return k.shape, v.shape, self.dtype, start is None
 
     @classmethod
     def replay(cls, tracks, starts, rows):
-        columns = zip(*(t.data for t in tracks), strict=True)
-        k, v = (mx.concatenate([x[:, :rows] for x in column]) for column in columns)
+        k, v = cls.stack(tracks, rows)
         gate = mx.stack([t.gate.reshape(-1) for t in tracks]).astype(mx.float32)
         later = mx.arange(rows - 1, -1, -1)[:, None]
         k = k * mx.exp(gate[:, None] * later)[..., None]

@@ -7,8 +7,8 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 
+from ds4cli.rebind import Swaps
 from ds4cli.tape import frames
-from ds4cli.tape.rebind import Swaps
 from ds4cli.tape.tracks import Tail
 
 name = "n-gram token ids"

@@ -1,4 +1,5 @@
-"""RWKV-7: slots are the last input of the time mixing, its state, the last input of the channel mixing.
+"""RWKV-7: its slots are the last input of the time mixing, the state, and the last input of the
+channel mixing.
 
     S_t = S_{t-1} (diag(w_t) + a_t b_t^T) + v_t k_t^T
 
@@ -14,8 +15,8 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 
+from ds4cli.rebind import Swaps
 from ds4cli.tape import frames
-from ds4cli.tape.rebind import Swaps
 from ds4cli.tape.tracks import Tail, Track
 
 name = "RWKV-7"
@@ -27,13 +28,12 @@ class WkvRows(Track):
 
     dtype: mx.Dtype
 
-    def key(self):
-        return self.data[0].shape, self.dtype
+    def key(self, start):
+        return self.data[0].shape, self.dtype, start is None
 
     @classmethod
     def replay(cls, tracks, starts, rows):
-        columns = zip(*(t.data for t in tracks), strict=True)
-        w, k, v, a, b = (mx.concatenate([x[:, :rows] for x in column]) for column in columns)
+        w, k, v, a, b = cls.stack(tracks, rows)
         layers, _, heads, dim = k.shape
         state = mx.zeros((layers, heads, dim, dim), tracks[0].dtype)
         if starts[0] is not None:

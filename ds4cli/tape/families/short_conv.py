@@ -9,8 +9,8 @@ from functools import cache
 
 import mlx.nn as nn
 
+from ds4cli.rebind import Swaps
 from ds4cli.tape import frames
-from ds4cli.tape.rebind import Swaps
 from ds4cli.tape.tracks import Tail
 
 name = "short convolution"

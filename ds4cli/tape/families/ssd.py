@@ -17,9 +17,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.ssm import compute_dt
 
+from ds4cli.rebind import Swaps, calls, rebound
 from ds4cli.tape import frames
 from ds4cli.tape.families.short_conv import arm_convolutions
-from ds4cli.tape.rebind import Swaps, calls, rebound
 from ds4cli.tape.tracks import Track
 
 name = "Mamba-2"
@@ -33,14 +33,13 @@ class SsdRows(Track):
     dt_bias: mx.array
     time_step_limit: tuple[float, float]
 
-    def key(self):
-        x, B, dt = self.data
-        return x.shape, B.shape, x.dtype, dt.dtype, tuple(self.time_step_limit)
+    def key(self, start):
+        x, B, _ = self.data
+        return x.shape, B.shape, tuple(self.time_step_limit), start is None
 
     @classmethod
     def replay(cls, tracks, starts, rows):
-        columns = zip(*(t.data for t in tracks), strict=True)
-        x, B, dt = (mx.concatenate([c[:, :rows] for c in column]) for column in columns)
+        x, B, dt = cls.stack(tracks, rows)
         dt_bias = mx.stack([t.dt_bias for t in tracks])[:, None]
         dt = compute_dt(dt, dt_bias, tracks[0].time_step_limit)
         A = -mx.exp(mx.stack([t.A_log for t in tracks]))[:, None].astype(dt.dtype)

@@ -1,22 +1,36 @@
 """Give single module instances other behaviour, without touching their class or its module.
 
-A recurrence is a plain function that a model file imports by name, so the obvious hook is to replace
-that name, for the whole process. Instead, `rebound` derives a class whose methods run the very same
-code objects over a copy of the globals in which that one name means something else, and `Swaps`
-puts chosen instances into it. Other models, and other instances of the same class, see nothing.
+A recurrence is a plain function that a model file imports by name, so the obvious hook is to
+replace that name, for the whole process. Instead, `rebound` derives a class whose methods run the
+very same code objects over a copy of the globals in which that one name means something else, and
+`Swaps` puts chosen instances into it. Other models, and other instances of the class, see nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import FunctionType
 
 import mlx.nn as nn
 
 
+@cache
 def calls(cls: type, name: str) -> bool:
     """Whether some method of `cls` uses the module-level function `name`."""
     return any(name in f.__code__.co_names and name in f.__globals__ for f in _methods(cls))
+
+
+@cache
+def names_used(cls: type) -> frozenset[str]:
+    """Every global, attribute and method name that the methods of `cls` mention."""
+    return frozenset(name for f in _methods(cls) for name in f.__code__.co_names)
+
+
+@cache
+def names_used(cls: type) -> frozenset[str]:
+    """Every global, attribute and method name that the methods of `cls` mention."""
+    return frozenset(name for f in _methods(cls) for name in f.__code__.co_names)
 
 
 def rebound(cls: type, replace: Mapping[str, Callable[[Callable], Callable]]) -> type:

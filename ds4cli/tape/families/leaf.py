@@ -1,0 +1,120 @@
+"""Any other recurrence: call the module again.
+
+A *leaf* is the innermost module that is handed the recurrent cache. A row is the module's own
+input; the replay gives the kept rows to the module with a new cache that holds the start slots. It
+costs the module's projections, so known recurrences have their own file; it needs no knowledge, so
+an architecture that is new today works today.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from inspect import signature
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache
+
+from ds4cli.errors import ModelError
+from ds4cli.rebind import Swaps, names_used
+from ds4cli.tape import frames
+from ds4cli.tape.tracks import Track
+
+_CACHE = object()  # stands for the cache among recorded arguments
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Stands for row array number `index` among recorded arguments."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class LeafRows(Track):
+    """data: the array arguments (1, T, ...), the same for every slot: one call moves them all."""
+
+    module: nn.Module
+    args: tuple
+    kwargs: dict
+
+    def key(self, start):
+        return id(self.module)
+
+    @classmethod
+    def join(cls, tracks):
+        if any(t._call() != tracks[0]._call() for t in tracks):
+            raise ModelError(f"calls of `{type(tracks[0].module).__name__}` can't be joined")
+        return super().join(tracks)
+
+    def _call(self) -> tuple:
+        return id(self.module), self.args, self.kwargs
+
+    @classmethod
+    def replay(cls, tracks, starts, rows):
+        call = tracks[0].cut(0, rows)
+        fresh = ArraysCache(len(starts))
+        fresh.cache = list(starts)
+        args = [call._real(a, fresh) for a in call.args]
+        call.module(*args, **{name: call._real(a, fresh) for name, a in call.kwargs.items()})
+        return list(fresh.cache)
+
+    def _real(self, arg: Any, fresh: ArraysCache) -> Any:
+        if arg is _CACHE:
+            return fresh
+        return self.data[arg.index] if isinstance(arg, _Row) else arg
+
+
+def name_of(module: nn.Module) -> str:
+    return f"leaf ({type(module).__name__})"
+
+
+def owns(module: nn.Module) -> bool:
+    """Whether it is handed a cache, nothing inside it is, and the cache is not used as KV rows."""
+    if not _takes_cache(type(module)) or "update_and_fetch" in names_used(type(module)):
+        return False
+    return not any(_takes_cache(type(m)) for m in module.modules() if m is not module)
+
+
+@cache
+def _takes_cache(cls: type) -> bool:
+    return "cache" in signature(cls.__call__).parameters
+
+
+def arm(module: nn.Module, swaps: Swaps) -> None:
+    swaps.swap(module, _recording(type(module)))
+
+
+@cache
+def _recording(cls: type) -> type:
+    def __call__(self, *args, **kwargs):
+        frame = frames.current()
+        if frame is not None:
+            frame.add_all(_record(self, frame.cache, args, kwargs))
+        return cls.__call__(self, *args, **kwargs)
+
+    body = {"__call__": __call__, "__module__": cls.__module__}
+    return frames.framed(type(cls.__name__, (cls,), body))
+
+
+def _record(module: nn.Module, own: ArraysCache, args: tuple, kwargs: dict) -> LeafRows:
+    """The call with its arrays taken out. An argument that may depend on the position is refused:
+    the call could not be cut or joined."""
+    rows = next(a for a in (*args, *kwargs.values()) if isinstance(a, mx.array)).shape[1]
+    data: list[mx.array] = []
+
+    def stand_in(arg: Any) -> Any:
+        if arg is own:
+            return _CACHE
+        if isinstance(arg, mx.array) and arg.ndim > 1 and arg.shape[1] == rows:
+            data.append(arg)
+            return _Row(len(data) - 1)
+        if arg is None or isinstance(arg, (bool, str)):
+            return arg
+        raise ModelError(f"`{type(module).__name__}` takes a `{type(arg).__name__}` with its rows")
+
+    args = tuple(stand_in(a) for a in args)
+    kwargs = {name: stand_in(a) for name, a in kwargs.items()}
+    return LeafRows(tuple(data), module, args, kwargs)
