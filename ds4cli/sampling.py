@@ -1,0 +1,217 @@
+"""Position-keyed sampling: the token at position p is a pure function of its logits row, the token
+history before it, the settings, and (seed, attempt, p).
+
+The sample is `argmax(filtered_logprobs / T + gumbel(seed, attempt, p))`, the Gumbel-max trick: an
+exact draw that needs no stored generator state. A row's pick does not depend on how many rows are
+picked together, so drafted, rewound and resumed text equals plain text at any temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+
+from ds4cli.errors import ModelError, UsageError
+from ds4cli.rewind import common_prefix
+from ds4cli.settings import Settings
+
+_MASK64 = (1 << 64) - 1
+
+
+class Sampler:
+    """Picks tokens from logits rows.
+
+    token_limit: ids at or above it are never picked (vocabularies are padded beyond the tokenizer).
+    attempt: a retry raises it to draw other noise for the same positions.
+    UsageError if a logit bias names an id at or above token_limit.
+    """
+
+    def __init__(self, settings: Settings, token_limit: int):
+        self.attempt = 0
+        self._settings = settings
+        self._token_limit = token_limit
+        self._filters = _filters(settings)
+        self._bias = _bias(settings, token_limit)
+        self._counts = _HistoryCounts(settings.repetition_context_size)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether picks depend on the tokens before them."""
+        s = self._settings
+        penalties = s.repetition_penalty - 1, s.presence_penalty, s.frequency_penalty
+        return any(penalties) and s.repetition_context_size != 0
+
+    def pick(
+        self, rows: mx.array, pos: int, history: Sequence[int], mask: mx.array | None = None
+    ) -> mx.array:
+        """The tokens for positions pos, pos + 1, ...: int32 (k,), not evaluated.
+
+        rows: logits (k, V) of any float type; row i predicts position pos + i and sees
+        history[:pos + i]. history: tokens from position 0 on, pos + k - 1 or more; unused unless
+        `needs_history`. mask: bool (V,) or (k, V), true for allowed ids, one or more in every row.
+        It applies after the filters; where they leave nothing allowed, the whole row counts.
+        """
+        width = min(rows.shape[-1], self._token_limit)
+        rows = rows[:, :width]
+        if self._bias is not None or self.needs_history:
+            rows = self._penalise(rows.astype(mx.float32), pos, history)
+        if mask is not None:
+            mask = _fit(mask, width)
+        if self._settings.temp == 0:
+            # The filters never drop the best token, and falling back to the whole row when they
+            # drop the best allowed one is what greedy does without them.
+            rows = rows if mask is None else mx.where(mask, rows, -mx.inf)
+            return mx.argmax(rows, axis=-1).astype(mx.int32)
+        return self._sample(rows.astype(mx.float32), pos, mask)
+
+    def _sample(self, rows: mx.array, pos: int, mask: mx.array | None) -> mx.array:
+        # Shifted log-probabilities: the filters and the sample do not depend on the shift.
+        rows = rows - rows.max(axis=-1, keepdims=True)
+        kept = rows
+        for keep in self._filters:
+            kept = keep(kept)
+        if mask is not None:
+            kept = _allow(kept, rows, mask)
+        noise = self._noise(pos, len(rows))[:, : rows.shape[-1]]
+        picks = mx.argmax(kept * (1 / self._settings.temp) + noise, axis=-1).astype(mx.int32)
+        return mx.where(mx.isnan(rows[:, 0]), 0, picks)  # for `refuse_nan`
+
+    def _noise(self, pos: int, k: int) -> mx.array:
+        """Gumbel noise (k, token_limit). Always the tokenizer's width: the generator's output
+        depends on the shape, and a draft model with other padding must see the same noise."""
+        seed = self._settings.seed
+        keys = [position_key(seed, self.attempt, pos + i) for i in range(k)]
+        draw = mx.vmap(lambda key: mx.random.gumbel((self._token_limit,), key=key))
+        return draw(mx.array([[key >> 32, key & 0xFFFFFFFF] for key in keys], mx.uint32))
+
+    def _penalise(self, rows: mx.array, pos: int, history: Sequence[int]) -> mx.array:
+        """Bias and penalties in mlx-lm's order (`mlx_lm.sample_utils.make_logits_processors`)."""
+        s = self._settings
+        if self._bias is not None:
+            rows = rows + self._bias[: rows.shape[-1]]
+        if not self.needs_history:
+            return rows
+        counts = self._counts.rows(history, pos, *rows.shape)
+        seen = counts > 0
+        if s.repetition_penalty != 1:
+            factor = mx.where(rows < 0, s.repetition_penalty, 1 / s.repetition_penalty)
+            rows = mx.where(seen, rows * factor, rows)
+        return rows - s.presence_penalty * seen - s.frequency_penalty * counts
+
+
+class _HistoryCounts:
+    """How often each id occurs in the last `context` tokens before a position (-1: in all).
+
+    The counts before the latest position are kept on the device, with the tokens they stand for:
+    a later call adds and subtracts only what differs, so going back and edits need no notice.
+    """
+
+    def __init__(self, context: int):
+        self._context = context
+        self._tokens: list[int] = []
+        self._base: mx.array | None = None
+
+    def rows(self, history: Sequence[int], pos: int, k: int, width: int) -> mx.array:
+        """Counts (k, width) float32; row i counts history[:pos + i], its last `context` tokens."""
+        first = self._first(pos)
+        counts = mx.broadcast_to(self._count(list(history[first:pos]), width), (k, width))
+        entering = [(i, pos + j, 1) for i in range(k) for j in range(i)]
+        leaving = [(i, j, -1) for i in range(k) for j in range(first, self._first(pos + i))]
+        changes = [(i, history[at], by) for i, at, by in entering + leaving]
+        return _add(counts, [change for change in changes if change[1] < width])
+
+    def _first(self, pos: int) -> int:
+        return 0 if self._context < 0 else max(0, pos - self._context)
+
+    def _count(self, tokens: list[int], width: int) -> mx.array:
+        if self._base is None or self._base.shape[-1] != width:
+            self._tokens, self._base = [], mx.zeros((1, width))
+        same = common_prefix(self._tokens, tokens)
+        changes = [(0, t, -1) for t in self._tokens[same:]] + [(0, t, 1) for t in tokens[same:]]
+        self._base = _add(self._base, [change for change in changes if change[1] < width])
+        self._tokens = tokens
+        return self._base
+
+
+def _add(counts: mx.array, changes: list[tuple[int, int, int]]) -> mx.array:
+    """`counts` (k, V) with each (row, id, by) added."""
+    if not changes:
+        return counts
+    row, token, by = zip(*changes, strict=True)
+    return counts.at[mx.array(row), mx.array(token)].add(mx.array(by, mx.float32))
+
+
+def _filters(settings: Settings) -> list[Callable[[mx.array], mx.array]]:
+    """mlx-lm's filters in its order (`mlx_lm.sample_utils.make_sampler`)."""
+    filters: list[Callable[[mx.array], mx.array]] = []
+    if 0 < settings.top_p < 1:
+        filters.append(lambda rows: apply_top_p(rows, settings.top_p))
+    if settings.min_p > 0:
+        filters.append(lambda rows: apply_min_p(rows, settings.min_p))
+    if settings.top_k > 0:
+        filters.append(lambda rows: _top_k(rows, settings.top_k))
+    return filters
+
+
+def _top_k(rows: mx.array, k: int) -> mx.array:
+    """mlx-lm's own refuses a k that keeps everything."""
+    return apply_top_k(rows, k) if k < rows.shape[-1] else rows
+
+
+def _bias(settings: Settings, token_limit: int) -> mx.array | None:
+    """The logit bias as a row (token_limit,)."""
+    if not settings.logit_bias:
+        return None
+    beyond = [token for token in settings.logit_bias if token >= token_limit]
+    if beyond:
+        raise UsageError(
+            f"`logit_bias` names token `{beyond[0]}`", f"this model has ids below {token_limit}"
+        )
+    changes = [(0, token, by) for token, by in settings.logit_bias.items()]
+    return _add(mx.zeros((1, token_limit)), changes)[0]
+
+
+def _fit(mask: mx.array, width: int) -> mx.array:
+    """The mask's first `width` columns; ids it does not speak of are not allowed."""
+    missing = width - mask.shape[-1]
+    if missing > 0:
+        widths = [(0, 0)] * (mask.ndim - 1) + [(0, missing)]
+        return mx.pad(mask, widths)
+    return mask[..., :width]
+
+
+def _allow(kept: mx.array, rows: mx.array, mask: mx.array) -> mx.array:
+    """`kept` where `mask` allows; a row with nothing left is `rows` where the mask allows."""
+    allowed = mx.where(mask, kept, -mx.inf)
+    empty = allowed.max(axis=-1, keepdims=True) == -mx.inf
+    return mx.where(empty, mx.where(mask, rows, -mx.inf), allowed)
+
+
+def position_key(seed: int, attempt: int, pos: int) -> int:
+    """64 bits of key for one position: the same on every platform and Python version."""
+    key = 0
+    for part in (seed, attempt, pos):
+        key = _splitmix64(key ^ part)
+    return key
+
+
+def _splitmix64(x: int) -> int:
+    """One step of SplitMix64 (Steele, Lea and Flood 2014): a bijection of 64-bit integers."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def refuse_nan(rows: mx.array, picks: Sequence[int]) -> None:
+    """ModelError if a pick came from a row of NaN. rows: (k, V), evaluated together with the picks.
+
+    Such a row always picks id 0 (nothing compares as larger), so other rows are not looked at.
+    """
+    for i, pick in enumerate(picks):
+        if pick == 0 and mx.isnan(rows[i, 0]).item():
+            raise ModelError(
+                "the model's output is not a number", "try `--dtype float32`, or other weights"
+            )
