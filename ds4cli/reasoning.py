@@ -60,9 +60,10 @@ class ReasoningSplitter:
             self._emit(pieces, body.rstrip("\n"), True)
             self._held, self._step, self._at_border = rest, self._outside, True
             return
-        kept = _overlap(body, self._end)
-        self._emit(pieces, body[: len(body) - kept], True)
-        self._held = body[len(body) - kept :]
+        # Newlines in front of a marker are layout as well, so they wait for what follows.
+        shown = body[: len(body) - _overlap(body, self._end)].rstrip("\n")
+        self._emit(pieces, shown, True)
+        self._held = body[len(shown) :]
 
     def _outside(self, pieces: list[Piece]) -> None:
         self._emit(pieces, self._held, False)
