@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds4cli import drafters, loading, storage
+from ds4cli import drafters, heads, loading, storage
 from ds4cli.caches import adapt, build_caches
 from ds4cli.capabilities import Capabilities, survey
 from ds4cli.errors import UsageError
@@ -36,6 +36,7 @@ class Loaded:
     @classmethod
     def arm(cls, model: Any) -> Loaded:
         recurrent = any(not a.seekable for a in adapt(build_caches(model, 0)))
+        heads.arm(model)
         return cls(model, Recorder.arm(model) if recurrent else None)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ds4cli import heads
 from ds4cli.caches import LayerAdapter, adapt, build_caches, nest
 from ds4cli.errors import StateError
 from ds4cli.horizon import Horizon, Segment, slots_nbytes
@@ -65,7 +66,11 @@ class _Block:
     holds: list[Any]
     slots: list[list[mx.array | None]]
     tape: Tape | None
-    logits: mx.array  # (n, V), lazy until `evaluate`
+    logits: mx.array  # (n, V), or only the last row (1, V); lazy until `evaluate`
+
+    def row(self, rows: int) -> mx.array:
+        """The logits row (V,) after the first `rows` tokens of the feed."""
+        return self.logits[rows - 1 - len(self.feed) + self.logits.shape[0]]
 
 
 @dataclass
@@ -172,17 +177,17 @@ class Timeline:
             logits = self.model(mx.array(tokens, mx.int32)[None], cache=self.caches)
         return logits[0], tape
 
-    def evaluate(self, *arrays: mx.array, rows: bool = True, wait: bool = True) -> None:
+    def evaluate(self, *arrays: mx.array, wait: bool = True) -> None:
         """Evaluate the newest open block with `arrays` in one go; on failure it is undone.
 
-        rows False leaves its logits alone; wait False only starts the work.
+        wait False only starts the work.
         """
         block = self._open[-1]
         tape = block.tape.arrays() if block.tape is not None else []
         caches = [a.arrays() for a in self.adapters]
         try:
             run = mx.eval if wait else mx.async_eval
-            run(*arrays, block.logits if rows else [], tape, caches)
+            run(*arrays, block.logits, tape, caches)
         except BaseException:
             self.abort()
             raise
@@ -193,7 +198,7 @@ class Timeline:
             self._restore(self._open[0].holds)
             self._open = []
 
-    def commit(self, rows: int, *, keep_logits: bool = True) -> list[int]:
+    def commit(self, rows: int) -> list[int]:
         """Publish the first `rows` rows of the oldest open block; the rest never happened.
 
         Returns the tokens published. Only the newest block can be cut.
@@ -208,10 +213,10 @@ class Timeline:
             self.abort()
             raise
         del self._open[0]
-        row_before, self.logits = self.logits, block.logits[rows - 1] if keep_logits else None
+        row_before, self.logits = self.logits, block.row(rows)
         self.tokens.extend(feed[:rows])
         self.record = (block.start, self.pos)
-        self._remember(block, rows, row_before, keep_logits)
+        self._remember(block, rows, row_before)
         return feed[:rows]
 
     def _keep_head(self, block: _Block, rows: int) -> None:
@@ -232,17 +237,15 @@ class Timeline:
         self._call(block.feed[:rows], record=False)
         mx.eval([a.arrays() for a in self.adapters])
 
-    def _remember(self, block: _Block, rows: int, row_before: Any, keep_logits: bool) -> None:
+    def _remember(self, block: _Block, rows: int, row_before: Any) -> None:
         if not self.recording:
             return
         if self._recurrent and block.tape is None:
             self.horizon.clear()
             return
         self._measure(block)
-        tape = block.tape
-        logits = block.logits if keep_logits else None
         base = block.slots if self._recurrent else None
-        segment = Segment(block.start, len(block.feed), tape, logits, base)
+        segment = Segment(block.start, len(block.feed), block.tape, block.logits, base)
         if rows < len(block.feed):
             segment = segment.head(rows)
         self.horizon.append(segment, row_before)
@@ -504,9 +507,11 @@ class Timeline:
                 progress(done, len(tokens))
 
     def _feed_chunk(self, tokens: Sequence[int], final: bool, again: bool) -> None:
-        logits = self.feed(tokens, record=final, again=again)
+        """The final call keeps its tape and all its rows; an earlier one leaves a mark."""
+        with nullcontext() if final else heads.last_row():
+            logits = self.feed(tokens, record=final, again=again)
         self._logits_row_bytes = logits.shape[-1] * logits.dtype.size
-        self.evaluate(rows=final)
-        self.commit(len(tokens), keep_logits=final)
+        self.evaluate()
+        self.commit(len(tokens))
         if not final:
             self.mark("chunk")

@@ -186,7 +186,7 @@ def test_an_exact_repeat_feeds_nothing():
 
 def test_plain_kv_keeps_no_marks():
     """Where every layer cuts, a ladder would only cost memory."""
-    t = timeline("llama", chunk=8)
+    t = timeline("llama", horizon=16, chunk=8)
     t.sync(prompt(64))
     t.mark("turn")
     assert t.ladder.frontiers == []
