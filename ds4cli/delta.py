@@ -16,6 +16,8 @@ Every D is a running product of gates, never a quotient of two: no decay, howeve
 
 from __future__ import annotations
 
+from functools import cache
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gated_delta import gated_delta_kernel
@@ -189,8 +191,13 @@ def use_chunked(model: nn.Module) -> Swaps:
     if not has_kernel():
         for module in model.modules():
             if calls(type(module), "gated_delta_update"):
-                swaps.swap(module, rebound(type(module), {"gated_delta_update": _chunked_update}))
+                swaps.swap(module, _switched(type(module)))
     return swaps
+
+
+@cache
+def _switched(cls: type) -> type:
+    return rebound(cls, {"gated_delta_update": _chunked_update})
 
 
 def _chunked_update(update):

@@ -27,12 +27,6 @@ def names_used(cls: type) -> frozenset[str]:
     return frozenset(name for f in _methods(cls) for name in f.__code__.co_names)
 
 
-@cache
-def names_used(cls: type) -> frozenset[str]:
-    """Every global, attribute and method name that the methods of `cls` mention."""
-    return frozenset(name for f in _methods(cls) for name in f.__code__.co_names)
-
-
 def rebound(cls: type, replace: Mapping[str, Callable[[Callable], Callable]]) -> type:
     """A subclass of `cls` in which each global function named in `replace` is wrapped.
 

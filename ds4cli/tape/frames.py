@@ -46,17 +46,12 @@ class Frame:
         for slot in self._log.slots:
             slot.append(track)
 
-    def add_all(self, track: Track) -> None:
-        """Record one track for all slots: it moves them together."""
-        for slot in self._log.slots:
-            slot.append(track)
-
     def add_state(self, track: Track) -> None:
         """Record rows for the last slot, where a recurrence keeps its state; repeatable."""
         self._log.slots[-1].append(track)
 
 
-_logs: ContextVar[dict[int, Log]] = ContextVar("ds4cli_logs", default={})  # noqa: B039 (never mutated)
+_logs: ContextVar[dict[int, Log] | None] = ContextVar("ds4cli_logs", default=None)
 _frame: ContextVar[Frame | None] = ContextVar("ds4cli_frame", default=None)
 
 
@@ -67,14 +62,14 @@ def current() -> Frame | None:
 
 def recording() -> bool:
     """Whether any cache is being recorded in this context."""
-    return bool(_logs.get())
+    return _logs.get() is not None
 
 
 @contextmanager
 def logging(caches: list[ArraysCache]) -> Iterator[list[Log]]:
     """Record the rows of these caches in this context, beside whatever is recorded already."""
     logs = [Log(c) for c in caches]
-    token = _logs.set({**_logs.get(), **{id(log.cache): log for log in logs}})
+    token = _logs.set({**(_logs.get() or {}), **{id(log.cache): log for log in logs}})
     try:
         yield logs
     finally:

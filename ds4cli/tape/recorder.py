@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
@@ -12,7 +13,7 @@ from ds4cli.errors import ModelError
 from ds4cli.rebind import Swaps
 from ds4cli.tape import frames
 from ds4cli.tape.families import FAMILIES, leaf
-from ds4cli.tape.tape import Tape, from_logs
+from ds4cli.tape.tape import Tape
 
 
 class Recorder:
@@ -60,10 +61,10 @@ class Recorder:
         tape = Tape()
         with frames.logging(caches) as logs:
             yield tape
-        tape._layers = from_logs(logs)._layers
+        tape.fill(logs)
 
 
-def _owners(model: nn.Module):
+def _owners(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
     """Each module that keeps a recurrent cache, with the family that records it."""
     for module in model.modules():
         family = next((f for f in FAMILIES if f.owns(module)), None)
@@ -77,13 +78,7 @@ def _leaves(model: nn.Module, known: list[nn.Module]) -> list[nn.Module]:
     return [m for m in model.modules() if id(m) not in inside and leaf.owns(m)]
 
 
-def _leaves(model: nn.Module, known: list[nn.Module]) -> list[nn.Module]:
-    """Modules of no family that may keep a recurrent cache, outside the known ones."""
-    inside = {id(part) for module in known for part in module.modules()}
-    return [m for m in model.modules() if id(m) not in inside and leaf.owns(m)]
-
-
-def arrays_caches(caches) -> list[ArraysCache]:
+def arrays_caches(caches: Sequence[Any]) -> list[ArraysCache]:
     """The recurrent caches among a model's caches, in order, those inside a CacheList too."""
     found = []
     for cache in caches:

@@ -19,6 +19,14 @@ class Tape:
     def __init__(self, layers: Sequence[Sequence[Track]] = ()):
         self._layers = [list(tracks) for tracks in layers]
 
+    def fill(self, logs: Sequence[Log]) -> None:
+        """Take over a finished recording; every slot of every cache must have the same rows."""
+        layers = [[_merge(tracks) for tracks in log.slots] for log in logs]
+        rows = {0 if t is None else t.rows for tracks in layers for t in tracks}
+        if len(rows) > 1:
+            raise ModelError(f"recurrent caches recorded different numbers of rows: {sorted(rows)}")
+        self._layers = [] if rows == {0} else layers
+
     @property
     def rows(self) -> int:
         return self._layers[0][0].rows if self._layers else 0
@@ -76,17 +84,6 @@ class Tape:
 def _join(parts: Sequence[Sequence[Track]]) -> list[Track]:
     """The tracks of one cache over consecutive tapes."""
     return [tracks[0].join(tracks) for tracks in zip(*parts, strict=True)]
-
-
-def from_logs(logs: Sequence[Log]) -> Tape:
-    """The tape of a finished recording; every slot of every cache must have the same rows."""
-    layers = [[_merge(tracks) for tracks in log.slots] for log in logs]
-    rows = {t.rows if t is not None else 0 for tracks in layers for t in tracks}
-    if rows == {0}:
-        return Tape()
-    if len(rows) > 1:
-        raise ModelError(f"recurrent caches recorded different numbers of rows: {sorted(rows)}")
-    return Tape(layers)
 
 
 def _merge(tracks: list[Track]) -> Track | None:
