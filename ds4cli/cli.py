@@ -74,11 +74,16 @@ def _explain_usage(error: TyperException) -> int:
 
 
 def _explain_output(error: OSError) -> int:
-    """The reader has gone, or the disk is full: later writes go nowhere, so none can fail again."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """The reader has gone, or the disk is full."""
+    _close_stdout()
     if error.errno != errno.EPIPE:
         terminal.fail(f"cannot write the output: {error.strerror.lower()}")
     return 1
+
+
+def _close_stdout() -> None:
+    """Send what is still buffered nowhere: Python writes it at exit, and would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 app = typer.Typer(

@@ -174,11 +174,16 @@ def load_engine(settings: Settings, *, quiet: bool = False, verbose: bool = Fals
 
 def _engine_class() -> type[Engine]:
     try:
-        from ds4cli.engine import Engine
+        return _import_engine()
     except ImportError as error:
-        if "mlx" not in str(error):
+        if (error.name or "").partition(".")[0] != "mlx":
             raise
         raise UsageError("MLX has no backend on this machine", NO_BACKEND_HINT) from error
+
+
+def _import_engine() -> type[Engine]:
+    from ds4cli.engine import Engine
+
     return Engine
 
 

@@ -210,12 +210,13 @@ def check(name: str, value: Any, label: str | None = None) -> Any:
     if value is None and _nullable(name):
         return None
     typed = _typed(option.kind, value)
+    shown = f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
     if typed is None:
-        raise UsageError(f"`{label}` wants {_kind_words(option)}, not `{value}`")
+        raise UsageError(f"`{label}` wants {_kind_words(option)}, not {shown}")
     if option.choices and typed not in option.choices:
-        raise UsageError(f"`{label}` cannot be `{value}`", _choice_hint(typed, option.choices))
+        raise UsageError(f"`{label}` cannot be {shown}", _choice_hint(typed, option.choices))
     if not option.valid(typed):
-        raise UsageError(f"`{label}` cannot be `{value}`", f"it wants {option.wants}")
+        raise UsageError(f"`{label}` cannot be {shown}", f"it wants {option.wants}")
     return typed
 
 
@@ -347,8 +348,11 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UsageError(f"cannot read config file `{path}`: {reason}") from None
-    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"config file `{path}` is not valid TOML: {error}") from None
+    except tomli.TOMLDecodeError as error:
+        message = f"config file `{path}` is not valid TOML: line {error.lineno}: {error.msg}"
+        raise UsageError(message) from None
+    except UnicodeDecodeError:
+        raise UsageError(f"config file `{path}` is not UTF-8 text") from None
 
 
 def _check_table(table: dict[str, Any], where: str) -> dict[str, Any]:

@@ -1,0 +1,72 @@
+"""An engine without a model, for tests of the command: it replies with scripted pieces of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from ds4cli.errors import UsageError
+from ds4cli.settings import Settings
+
+
+class FakeEngine:
+    """Stands where `engine.Engine` stands. `pieces` is the reply; `loaded` records every load."""
+
+    pieces: tuple[str, ...] = ("Hello", " world")
+    loaded: list[Settings]
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = Settings(**settings)
+        self.loaded.append(self.settings)
+        self.notices = ["a notice"]
+        self.capabilities = "a capability"
+        self.tokenizer = SimpleNamespace(think_start="<think>", think_end="</think>")
+        self.rendered: list[Any] = []
+
+    @classmethod
+    def load(cls, **settings: Any) -> FakeEngine:
+        return cls(**settings)
+
+    def render(self, messages: list[dict], tools: Any = None, think: Any = None) -> list[int]:
+        type(self).last_render = {"messages": messages, "tools": tools, "think": think}
+        return self.encode("".join(message["content"] for message in messages))
+
+    def encode(self, text: str) -> list[int]:
+        type(self).last_text = text
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+    def session(self) -> FakeSession:
+        return FakeSession(self)
+
+
+class FakeSession:
+    """One scripted reply."""
+
+    limit = 100
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.stats = SimpleNamespace(
+            prompt_tokens=0, cached_tokens=2, prompt_s=0.5, generated_tokens=0, decode_s=0.25,
+            drafter="ngram", blocks=2, proposed=4, accepted=3, accept_counts=[1, 0, 1],
+            rewinds=0, discarded_tokens=0, replayed_tokens=0, forwards=3,
+        )  # fmt: skip
+
+    def sync(self, tokens: list[int], *, cancel: Any, progress: Any) -> None:
+        if len(tokens) > self.limit:
+            raise UsageError(f"the prompt has `{len(tokens)}` tokens, not `{self.limit}`")
+        progress(len(tokens), len(tokens))
+        self.stats.prompt_tokens = len(tokens)
+
+    def stream(self, *, cancel: Any) -> Iterator[Any]:
+        for piece in self.engine.pieces:
+            if cancel():
+                yield SimpleNamespace(tokens=[], text="", finish_reason="cancelled")
+                return
+            self.stats.generated_tokens += 1
+            yield SimpleNamespace(tokens=[1], text=piece, finish_reason=None)
+        yield SimpleNamespace(tokens=[], text="", finish_reason="stop")

@@ -1,0 +1,426 @@
+"""The command, with a scripted engine: what it reads, what it prints where, how it exits."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import io
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import tomli
+from fake_engine import FakeEngine, FakeSession
+from typer.testing import CliRunner
+
+from ds4cli import generate, terminal
+from ds4cli.cli import app
+from ds4cli.settings import OPTIONS, Settings
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch):
+    """The scripted engine in the real one's place; also the list of what was loaded."""
+    monkeypatch.setattr(FakeEngine, "loaded", [], raising=False)
+    monkeypatch.setattr(FakeEngine, "pieces", FakeEngine.pieces)
+    monkeypatch.setattr(generate, "_engine_class", lambda: FakeEngine)
+    monkeypatch.setattr(generate, "peak_bytes", lambda: 2_000_000_000)
+    return FakeEngine
+
+
+def run(*args, stdin="", command="generate"):
+    return CliRunner().invoke(app, [command, *args], input=stdin)
+
+
+def prompt_of(engine):
+    return engine.last_render["messages"][-1]["content"]
+
+
+# --- the prompt ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin", "prompt"),
+    [
+        (["hi"], "", "hi"),
+        (["-p", "hi"], "", "hi"),
+        (["-"], "piped\n", "piped"),
+        (["-p", "-"], "piped", "piped"),
+        ([], "piped\r\nlines\n", "piped\nlines"),
+        (["hi"], "piped\n", "piped\n\nhi"),
+        (["-f", "a", "-f", "b"], "", "A\n\nB"),
+        (["-f", "a", "hi"], "piped", "piped\n\nA\n\nhi"),
+        (["-f", "-", "hi"], "piped", "piped\n\nhi"),
+        (["--", "--not-a-flag"], "", "--not-a-flag"),
+        (["regex \\n \\t"], "", "regex \\n \\t"),
+        (["-f", "bom"], "", "é🎉"),
+    ],
+)
+def test_prompt_sources_and_their_order(engine, args, stdin, prompt):
+    """Guards: a source is dropped, the order changes, escapes in a prompt are rewritten."""
+    Path("a").write_text("A\n")
+    Path("b").write_text("B\n")
+    Path("bom").write_bytes("\ufeffé🎉".encode())
+    result = run(*args, stdin=stdin)
+    assert result.exit_code == 0, result.stderr
+    assert prompt_of(engine) == prompt
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+BAD_INPUT = [
+    ([], "the prompt is empty"),
+    ([""], "the prompt is empty"),
+    (["  \n"], "the prompt is empty"),
+    (["a", "-p", "b"], "given twice"),
+    (["-f", "missing"], "`missing`"),
+    (["-f", "."], "`.`"),
+    (["-f", "binary"], "not UTF-8"),
+    (["hi", "--temp", "hot"], "`--temp` wants a number, not `hot`"),
+    (["hi", "--temp", "-1"], "`--temp` cannot be `-1`"),
+    (["hi", "--max-tokens", "0"], "`--max-tokens`"),
+    (["hi", "--tempp", "1"], "unknown option `--tempp`"),
+    (["hi", "--temp"], "'--temp' requires an argument"),
+    (["hi", "extra"], "extra"),
+    (["hi", "--raw", "--system", "x"], "contradict"),
+    (["hi", "--raw", "--think"], "contradict"),
+    (["hi", "--drafter", "none", "--draft-model", "x"], "contradict"),
+    (["hi", "--drafter", "model"], "draft model"),
+    (["hi", "-q", "-v"], "contradict"),
+    (["hi", "--config", "missing.toml"], "missing.toml"),
+    (["hi", "--config", "broken.toml"], "line 1"),
+    (["hi", "--config", "typo.toml"], "unknown key `tempp`"),
+    (["hi", "--config", "broken.toml", "--no-config"], "contradict"),
+    (["hi", "--profile", "x"], "profile `x`"),
+    (["hi", "--logit-bias", "a=b"], "`--logit-bias`"),
+    (["hi", "--stop", ""], "`--stop`"),
+    (["hi", "--tools", "missing.json"], "missing.json"),
+    (["hi", "--tools", "broken.toml"], "not JSON"),
+]
+
+
+@pytest.mark.parametrize(("args", "message"), BAD_INPUT)
+def test_bad_input_is_one_line_exit_2_and_loads_nothing(engine, args, message):
+    """Guards: a traceback, a wrong exit code, or a model loaded before the input is checked."""
+    Path("binary").write_bytes(b"\xff\xfe\x00")
+    Path("broken.toml").write_text("temp = ")
+    Path("typo.toml").write_text("tempp = 1")
+    result = run(*args)
+    assert result.exit_code == 2
+    assert result.stdout == "" and engine.loaded == []
+    error, *hints = result.stderr.splitlines()
+    assert error.startswith("error: ") and message in error
+    assert len(hints) <= 1 and all(hint.startswith("hint: ") for hint in hints)
+
+
+def test_no_prompt_on_a_terminal(engine):
+    """Guards: the command waits for a prompt that nobody knows it wants."""
+    with pytest.raises(generate.UsageError, match="no prompt"):
+        generate.gather_prompt(None, None, (), Terminal())
+    with pytest.raises(generate.UsageError, match="no prompt"):
+        generate.gather_prompt(None, None, (), None)
+
+
+def test_a_prompt_that_is_not_text_is_refused():
+    """Guards: an argument with bytes that are not UTF-8 ends in a traceback inside a tokenizer."""
+    with pytest.raises(generate.UsageError, match="not UTF-8"):
+        generate.gather_prompt("a\udcff", None, (), Terminal())
+
+
+def test_raw_keeps_every_byte_of_a_file(engine):
+    """Guards: `--raw` trims or wraps the text that it promises to leave alone."""
+    Path("a").write_text("  A\n\n")
+    assert run("--raw", "-f", "a").exit_code == 0
+    assert engine.last_text == "  A\n\n"
+
+
+def test_system_text_tools_and_thinking_reach_the_template(engine):
+    """Guards: a flag that is accepted and then ignored."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    Path("tools.json").write_text(json.dumps(tools))
+    assert run("hi", "-s", "be brief", "--no-think", "--tools", "tools.json").exit_code == 0
+    assert engine.last_render["messages"][0] == {"role": "system", "content": "be brief"}
+    assert engine.last_render["think"] is False and engine.last_render["tools"] == tools
+
+
+# --- settings -----------------------------------------------------------------------------------
+
+VALUES = {
+    "model": "m", "system": "s", "tools": None, "dtype": "stored", "temp": 0.5, "top_p": 0.9,
+    "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1, "repetition_context_size": 20,
+    "presence_penalty": 0.2, "frequency_penalty": -0.3, "seed": 7, "max_tokens": -1,
+    "drafter": "model", "draft_model": "d", "num_draft_tokens": 4, "speculate": "always",
+    "rewind_mb": 9, "horizon_tokens": 8, "prefill_step_size": 64, "kv_bits": 4,
+    "kv_group_size": 32,
+}  # fmt: skip
+
+
+def test_every_flag_reaches_its_setting(engine):
+    """Guards: an option that is parsed and lost."""
+    given = {name: value for name, value in VALUES.items() if value is not None}
+    args = [word for n, v in given.items() for word in ("--" + n.replace("_", "-"), str(v))]
+    args += ["--stop", "a", "--stop", "b", "--logit-bias", "3=1", "--logit-bias", "4=-2.5"]
+    result = run("hi", "--offline", "-R", "--stats", *args)
+    assert result.exit_code == 0, result.stderr
+    expected = {**given, "stop": ("a", "b"), "logit_bias": {3: 1.0, 4: -2.5}, "offline": True}
+    assert engine.loaded == [Settings(**expected, hide_reasoning=True, stats=True)]
+
+
+def test_short_flags(engine):
+    """Guards: `-m`, `-n` or `-s` changes its meaning."""
+    assert run("hi", "-m", "x", "-n", "5", "-s", "y").exit_code == 0
+    assert engine.loaded == [Settings(model="x", max_tokens=5, system="y")]
+
+
+def test_files_profiles_and_the_environment_reach_the_engine(engine, monkeypatch):
+    """Guards: a layer that the command forgets to read."""
+    Path("ds4cli.toml").write_text("temp = 0.5\ntop_k = 1\n[profiles.p]\ntop_k = 2\n")
+    monkeypatch.setenv("DS4CLI_SEED", "5")
+    run("hi", "--profile", "p")
+    run("hi", "--no-config")
+    assert engine.loaded == [Settings(temp=0.5, top_k=2, seed=5), Settings(seed=5)]
+
+
+def test_show_config_is_toml_with_origins_and_loads_nothing(engine):
+    """Guards: `--show-config` needs a prompt or a model, or lies about where a value is from."""
+    Path("ds4cli.toml").write_text("temp = 0.5")
+    result = run("--show-config", "--seed", "3")
+    assert result.exit_code == 0 and engine.loaded == []
+    assert tomli.loads(result.stdout)["temp"] == 0.5
+    lines = result.stdout.splitlines()
+    assert "temp = 0.5  # file ds4cli.toml" in lines and "seed = 3  # flag" in lines
+    assert {line.strip("# ").split(" ")[0] for line in lines} == set(OPTIONS)
+
+
+# --- what is printed where ----------------------------------------------------------------------
+
+
+def test_a_pipe_gets_the_reply_and_one_newline():
+    """Guards: stats, notices, styles or wrapping in what a script reads."""
+    FakeEngine.pieces = ("long " * 60, "\x1b[31mred", " é🎉\n")
+    result = run("hi", "--stats", "-v")
+    assert result.stdout == "long " * 60 + "\x1b[31mred é🎉\n" + "\n"
+    assert "a notice" in result.stderr and "a capability" in result.stderr
+
+
+def test_quiet_prints_the_reply_only():
+    """Guards: `-q` leaks notices or stats."""
+    FakeEngine.pieces = ("<think>why</think>", "so")
+    result = run("hi", "-q", "--stats")
+    assert (result.stdout, result.stderr) == ("so\n", "")
+
+
+def test_by_default_nothing_but_the_reply():
+    """Guards: notices without `-v`, stats without `--stats`."""
+    result = run("hi")
+    assert (result.stdout, result.stderr) == ("Hello world\n", "")
+
+
+def test_no_stream_prints_the_same():
+    """Guards: `--no-stream` loses or repeats text."""
+    FakeEngine.pieces = ("<think>why</think>", "so")
+    assert run("hi", "--no-stream").stdout == "so\n"
+
+
+def test_reasoning_goes_to_stderr():
+    """Guards: reasoning in a pipe, or shown with `--hide-reasoning`."""
+    FakeEngine.pieces = ("<thi", "nk>why", " not</think>\n\n", "so")
+    result = run("hi")
+    assert result.stdout == "so\n" and result.stderr.strip() == "why not"
+    assert run("hi", "-R").stderr == ""
+
+
+def test_reasoning_that_the_prompt_opened():
+    """Guards: the reasoning of a template that ends with a think marker is taken for the answer."""
+    FakeEngine.pieces = ("why</think>", "so")
+    assert run("hi <think>\n").stdout == "so\n"
+    assert run("--raw", "hi <think>\n").stdout == "why</think>so\n"
+
+
+def test_stats_line():
+    """Guards: the line loses a number, or shows parts that say nothing."""
+    line = run("hi", "--stats").stderr.strip()
+    assert (
+        line == "2 tok  8.0 tok/s   accept 1.5/2.0 (75%)   prompt 2 (2 cached) 0.0 tok/s   2.0 GB"
+    )
+
+
+def test_json_is_one_object_with_the_promised_fields():
+    """Guards: a script's field is renamed, or something else is printed beside the object."""
+    FakeEngine.pieces = ("<think>why</think>", "é🎉")
+    result = run("prompt", "--json", "--seed", "3")
+    found = json.loads(result.stdout)
+    assert (found["text"], found["reasoning"], found["finish_reason"]) == ("é🎉", "why", "stop")
+    assert found["usage"] == {
+        "prompt_tokens": 6,
+        "completion_tokens": 2,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+    assert found["timings"]["predicted_per_second"] == 8.0 and found["timings"]["prompt_n"] == 4
+    assert (found["timings"]["draft_n"], found["timings"]["draft_n_accepted"]) == (4, 3)
+    assert found["speculative"]["accept_counts"] == [1, 0, 1]
+    assert {"count", "discarded_tokens", "replayed_tokens"} <= set(found["rewind"])
+    assert found["seed"] == 3 and set(found["settings"]) == set(OPTIONS)
+    assert result.stderr == ""
+
+
+def test_a_terminal_gets_no_control_characters():
+    """Guards: a reply moves the cursor or changes the title of the user's terminal."""
+    assert terminal.printable("a\x1b[2Jb\x07\r\tc\n\x9b", Terminal()) == "a[2Jb\tc\n"
+    assert terminal.printable("a\x1b[2J", io.StringIO()) == "a\x1b[2J"
+
+
+# --- how it ends --------------------------------------------------------------------------------
+
+
+def press_ctrl_c_after(monkeypatch, pieces):
+    """Send SIGINT to this process when the session is asked for its next piece."""
+    original = FakeSession.stream
+
+    def stream(self, *, cancel):
+        for number, event in enumerate(original(self, cancel=cancel)):
+            yield event
+            if number + 1 == pieces:
+                os.kill(os.getpid(), signal.SIGINT)
+                while not cancel():
+                    pass
+
+    monkeypatch.setattr(FakeSession, "stream", stream)
+
+
+def test_ctrl_c_prints_what_there_is_and_exits_130(monkeypatch):
+    """Guards: an interrupt loses the text, prints a traceback, or looks like success."""
+    press_ctrl_c_after(monkeypatch, pieces=1)
+    result = run("hi")
+    assert (result.stdout, result.exit_code) == ("Hello\n", 130)
+
+
+def test_ctrl_c_with_json(monkeypatch):
+    """Guards: an interrupted script gets half an object, or no reason."""
+    press_ctrl_c_after(monkeypatch, pieces=1)
+    result = run("hi", "--json")
+    found = json.loads(result.stdout)
+    assert (found["text"], found["finish_reason"], result.exit_code) == ("Hello", "cancelled", 130)
+
+
+def test_ctrl_c_while_the_prompt_is_read(monkeypatch):
+    """Guards: an interrupt during prefill starts to generate from half a prompt."""
+
+    def sync(self, tokens, *, cancel, progress):
+        os.kill(os.getpid(), signal.SIGINT)
+        while not cancel():
+            pass
+
+    monkeypatch.setattr(FakeSession, "sync", sync)
+    result = run("hi")
+    assert (result.stdout, result.exit_code) == ("\n", 130)
+
+
+def test_ctrl_c_while_loading(monkeypatch):
+    """Guards: a load cannot be interrupted, or ends in a traceback."""
+
+    def load(**settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FakeEngine, "load", load)
+    result = run("hi")
+    assert (result.stdout, result.stderr, result.exit_code) == ("", "", 130)
+
+
+def test_the_handler_of_ctrl_c_is_put_back():
+    """Guards: after a reply, Ctrl-C no longer raises KeyboardInterrupt."""
+    before = signal.getsignal(signal.SIGINT)
+    run("hi")
+    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_prompt_too_long_says_both_numbers(monkeypatch):
+    """Guards: a prompt longer than the context is cut in silence."""
+    result = run("x" * 101)
+    assert result.exit_code == 2 and "`101`" in result.stderr and "`100`" in result.stderr
+
+
+def fail_with(monkeypatch, error):
+    def load(**settings):
+        raise error
+
+    monkeypatch.setattr(FakeEngine, "load", load)
+
+
+def test_an_unexpected_error_is_one_line_without_debug(monkeypatch):
+    """Guards: a user sees a traceback, or a bug report has none."""
+    fail_with(monkeypatch, ValueError("boom"))
+    result = run("hi")
+    assert result.exit_code == 1 and "boom" in result.stderr and "Traceback" not in result.stderr
+    assert "Traceback" in run("hi", "--debug").stderr
+
+
+def test_a_missing_backend_names_the_extra(monkeypatch):
+    """Guards: an installation without a backend ends in a message about a shared library."""
+
+    def missing():
+        raise ImportError("libmlx.so: cannot open shared object file", name="mlx.core")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(generate, "_import_engine", missing)
+    result = run("hi")
+    assert result.exit_code == 2 and 'pip install "ds4cli[cpu]"' in result.stderr
+
+
+def test_a_closed_pipe_and_a_full_disk_have_no_traceback(monkeypatch):
+    """Guards: `| head -1` prints a traceback; a full disk looks like success."""
+    for number, message in ((errno.EPIPE, ""), (errno.ENOSPC, "error: cannot write the output")):
+        monkeypatch.setattr("ds4cli.cli._close_stdout", lambda: None)
+        monkeypatch.setattr(terminal.ReplyWriter, "end", raiser(OSError(number, "No space left")))
+        result = run("hi")
+        assert result.exit_code == 1
+        assert result.stderr.startswith(message) and "Traceback" not in result.stderr
+
+
+def raiser(error):
+    def fail(*args):
+        raise error
+
+    return fail
+
+
+# --- the rest -----------------------------------------------------------------------------------
+
+
+def test_version_names_the_three_packages():
+    """Guards: a bug report cannot say which MLX it is about."""
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert [part.split()[0] for part in result.stdout.split(", ")] == ["ds4cli", "mlx", "mlx-lm"]
+
+
+def test_an_unknown_command_names_the_nearest():
+    """Guards: a typo prints a page of help instead of a line."""
+    result = CliRunner().invoke(app, ["generat"])
+    assert result.exit_code == 2 and "generate" in result.stderr
+
+
+def test_help_lists_every_setting():
+    """Guards: a setting without a word of help, or markup shown as text."""
+    result = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "200"})
+    for name, option in OPTIONS.items():
+        if name not in ("max_repairs",):
+            assert "--" + name.replace("_", "-") in result.stdout
+            assert option.help.split()[0] in result.stdout
+    assert "[dim]" not in result.stdout and "[profiles.NAME]" in result.stdout
+
+
+def test_the_command_module_does_not_import_the_engine():
+    """Guards: bad input waits seconds for MLX before it is refused."""
+    tree = ast.parse(Path(generate.__file__).read_text())
+    top = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert not any(node.module and "engine" in node.module for node in top)
