@@ -26,11 +26,15 @@ class Log:
 
 
 class Frame:
-    """One call of a module that owns slots of a recorded cache."""
+    """One call of a module that was handed a recorded cache.
+
+    delegated: whether it handed the cache on to a module inside it.
+    """
 
     def __init__(self, log: Log, slot: int):
         self._log = log
         self._next = slot
+        self.delegated = False
 
     @property
     def cache(self) -> ArraysCache:
@@ -82,6 +86,9 @@ def run(call, self, args: tuple, kwargs: dict, slot: int = 0) -> Any:
     log = _find(logs, args, kwargs) if logs else None
     if log is None:
         return call(self, *args, **kwargs)
+    outer = _frame.get()
+    if outer is not None and outer.cache is log.cache:
+        outer.delegated = True
     token = _frame.set(Frame(log, slot))
     try:
         return call(self, *args, **kwargs)

@@ -1,6 +1,7 @@
 """Any other recurrence: call the module again.
 
-A *leaf* is the innermost module that is handed the recurrent cache. A row is the module's own
+A *leaf* is the innermost module that is handed the recurrent cache; which one that is shows when it
+is called, so every module that may be one is armed. A row is the module's own
 input; the replay gives the kept rows to the module with a new cache that holds the start slots. It
 costs the module's projections, so known recurrences have their own file; it needs no knowledge, so
 an architecture that is new today works today.
@@ -72,15 +73,14 @@ def name_of(module: nn.Module) -> str:
 
 
 def owns(module: nn.Module) -> bool:
-    """Whether it is handed a cache, nothing inside it is, and the cache is not used as KV rows."""
-    if not _takes_cache(type(module)) or "update_and_fetch" in names_used(type(module)):
-        return False
-    return not any(_takes_cache(type(m)) for m in module.modules() if m is not module)
+    """Whether it is handed a cache and does not use it as KV rows."""
+    return _takes_cache(type(module))
 
 
 @cache
 def _takes_cache(cls: type) -> bool:
-    return "cache" in signature(cls.__call__).parameters
+    uses_rows = "update_and_fetch" in names_used(cls)
+    return "cache" in signature(cls.__call__).parameters and not uses_rows
 
 
 def arm(module: nn.Module, swaps: Swaps) -> None:
@@ -90,10 +90,12 @@ def arm(module: nn.Module, swaps: Swaps) -> None:
 @cache
 def _recording(cls: type) -> type:
     def __call__(self, *args, **kwargs):
+        out = cls.__call__(self, *args, **kwargs)
         frame = frames.current()
-        if frame is not None:
+        given = frame is not None and any(a is frame.cache for a in (*args, *kwargs.values()))
+        if given and not frame.delegated:
             frame.add_all(_record(self, frame.cache, args, kwargs))
-        return cls.__call__(self, *args, **kwargs)
+        return out
 
     body = {"__call__": __call__, "__module__": cls.__module__}
     return frames.framed(type(cls.__name__, (cls,), body))
@@ -111,8 +113,11 @@ def _record(module: nn.Module, own: ArraysCache, args: tuple, kwargs: dict) -> L
         if isinstance(arg, mx.array) and arg.ndim > 1 and arg.shape[1] == rows:
             data.append(arg)
             return _Row(len(data) - 1)
-        if arg is None or isinstance(arg, (bool, str)):
+        if isinstance(arg, bool):
             return arg
+        if arg is None or isinstance(arg, str):
+            # "causal" comes with calls of several rows only, and a recurrence is causal anyway.
+            return None
         raise ModelError(f"`{type(module).__name__}` takes a `{type(arg).__name__}` with its rows")
 
     args = tuple(stand_in(a) for a in args)

@@ -1,0 +1,406 @@
+"""Recording and replaying recurrences: a replayed slot is the slot a model call would have left."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+from itertools import chain
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import tiny
+from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
+
+from ds4cli import delta
+from ds4cli.errors import ModelError
+from ds4cli.tape import Recorder, Tape, arrays_caches, self_check
+from ds4cli.tape.families import leaf
+
+RECURRENT = [
+    "qwen3_next",
+    "qwen3_5",
+    "olmo_hybrid",
+    "kimi_linear",
+    "kimi_k3",
+    "bailing_moe_v3",
+    "mamba2",
+    "nemotron_h",
+    "falcon_h1",
+    "granitemoehybrid",
+    "plamo2",
+    "mamba",
+    "jamba",
+    "rwkv7",
+    "lfm2",
+    "lfm2_moe",
+    "gear",
+    "baichuan_m1",
+    "bailing_moe_linear",
+    "bailing_hybrid",
+    "recurrent_gemma",
+    "longcat_flash_ngram",
+]
+PROMPT, BLOCK, TEXT = tiny.ids(7, 1), tiny.ids(5, 2), tiny.ids(11, 3)
+NEXT = tiny.ids(1, 4)
+
+
+def feed(model, caches, tokens):
+    logits = model(tokens[None], cache=caches)
+    mx.eval(logits, slots(caches))
+    return logits[0, -1]
+
+
+def slots(caches):
+    return [list(c.cache) for c in arrays_caches(caches)]
+
+
+def put(caches, values):
+    """Replace the recurrent slots and cut the rows of the other caches to `rows`."""
+    for cache, layer in zip(arrays_caches(caches), values, strict=True):
+        cache.cache = list(layer)
+
+
+def fresh(model, *chunks):
+    """Caches after feeding the chunks."""
+    caches = make_prompt_cache(model)
+    for chunk in chunks:
+        feed(model, caches, chunk)
+    return caches
+
+
+def record(model, recorder, caches, tokens):
+    with recorder.recording(arrays_caches(caches)) as tape:
+        logits = model(tokens[None], cache=caches)
+    mx.eval(logits, tape.arrays())
+    return tape
+
+
+def error(got, want):
+    """Largest difference over all slots, relative to the largest entry of each."""
+    worst = 0.0
+    for a, b in zip(chain(*got), chain(*want), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        scale = max(1.0, mx.max(mx.abs(b)).item())
+        worst = max(worst, mx.max(mx.abs(a - b)).item() / scale)
+    return worst
+
+
+@pytest.fixture(scope="module", params=RECURRENT)
+def armed(request):
+    model = tiny.build(request.param, scale=1.5)
+    return model, Recorder.arm(model)
+
+
+def test_replay_equals_a_model_call_of_the_kept_rows(armed):
+    """A recurrence replayed with a wrong row, gate, history or start state."""
+    model, recorder = armed
+    caches = fresh(model, PROMPT)
+    starts = slots(caches)
+    tape = record(model, recorder, caches, BLOCK)
+    assert tape.rows == len(BLOCK)
+    for keep in range(1, len(BLOCK) + 1):
+        want = fresh(model, PROMPT, BLOCK[:keep])
+        got = tape.replay(starts, keep)
+        assert error(got, slots(want)) < 2e-5
+        if keep in (1, 4):
+            expected = feed(model, want, NEXT)
+            again = fresh(model, PROMPT, BLOCK[:keep])
+            put(again, got)
+            assert mx.allclose(feed(model, again, NEXT), expected, atol=2e-5)
+
+
+def test_concatenated_tapes_replay_like_one_text(armed):
+    """Calls of different widths, single tokens too, that do not join, or not from a new cache."""
+    model, recorder = armed
+    caches, tapes, done = make_prompt_cache(model), [], 0
+    starts = slots(caches)
+    for width in (1, 1, 3, 1, 5):
+        tapes.append(record(model, recorder, caches, TEXT[done : done + width]))
+        done += width
+    tape = Tape.concat(tapes)
+    assert tape.rows == len(TEXT)
+    reached = slots(caches)
+    assert error(tape.replay(starts, len(TEXT)), reached) < 2e-5
+    for rows in (1, 2, 4, 6):
+        assert error(tape.replay(starts, rows), slots(fresh(model, TEXT[:rows]))) < 2e-5
+        rest = tape.tail(len(TEXT) - rows)
+        assert error(rest.replay(tape.replay(starts, rows), rest.rows), reached) < 2e-5
+        assert error(tape.head(rows).replay(starts, rows), tape.replay(starts, rows)) == 0
+
+
+def test_self_check_accepts_every_family(armed):
+    """The check that guards a load refusing a family that replays correctly."""
+    model, recorder = armed
+    assert self_check(model, recorder, lambda: make_prompt_cache(model)) < 0.5
+
+
+def test_two_calls_in_one_recording_are_one_tape():
+    """Rows of a second call inside the same recording lost or out of order."""
+    model = tiny.build("mamba")
+    recorder = Recorder.arm(model)
+    caches = make_prompt_cache(model)
+    starts = slots(caches)
+    with recorder.recording(arrays_caches(caches)) as tape:
+        feed(model, caches, BLOCK)
+        feed(model, caches, NEXT)
+    assert tape.rows == 6
+    assert error(tape.replay(starts, 6), slots(caches)) < 2e-5
+
+
+def test_dropped_convolution_rows_are_noticed():
+    """A comparison too weak to see a wrong convolution history (negative control)."""
+    model = tiny.build("lfm2")
+    recorder = Recorder.arm(model)
+    caches = fresh(model, PROMPT)
+    starts = slots(caches)
+    tape = record(model, recorder, caches, BLOCK)
+    want = slots(fresh(model, PROMPT, BLOCK[:3]))
+    assert error(tape.replay(starts, 3), want) < 2e-5
+    assert error(tape.replay(starts, 2), want) > 1e-2
+    blank = [[mx.zeros_like(s) for s in layer] for layer in starts]
+    assert error(tape.replay(blank, 1), tape.replay(starts, 1)) > 1e-2
+
+
+def test_self_check_refuses_a_wrong_replay(monkeypatch):
+    """A recurrence that changed upstream and is replayed by the old rule without a word."""
+    from ds4cli.tape.families.ssd import SsdRows
+
+    model = tiny.build("mamba2")
+    recorder = Recorder.arm(model)
+    replay = SsdRows.replay.__func__
+    monkeypatch.setattr(
+        SsdRows,
+        "replay",
+        classmethod(lambda cls, t, s, n: [x * 1.01 for x in replay(cls, t, s, n)]),
+    )
+    assert self_check(model, recorder, lambda: make_prompt_cache(model)) > 1
+
+
+def test_recording_changes_no_output_and_evaluates_nothing(monkeypatch):
+    """Recording that costs a model call its laziness, or moves its numbers."""
+    model = tiny.build("qwen3_5")
+    plain = feed(model, make_prompt_cache(model), PROMPT)
+    recorder = Recorder.arm(model)
+    caches = make_prompt_cache(model)
+
+    def refuse(*args):
+        raise AssertionError("evaluated while recording")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", refuse)
+        patch.setattr(mx, "async_eval", refuse)
+        with recorder.recording(arrays_caches(caches)) as tape:
+            logits = model(PROMPT[None], cache=caches)
+        tape.replay([[None, None]] * 3, 4)
+    assert mx.array_equal(logits[0, -1], plain)
+
+
+def test_nothing_is_recorded_outside_or_by_other_caches():
+    """A draft or a plain call leaking rows into a tape that is not its own."""
+    model = tiny.build("qwen3_5")
+    recorder = Recorder.arm(model)
+    mine, other = make_prompt_cache(model), make_prompt_cache(model)
+    with recorder.recording(arrays_caches(mine)) as tape:
+        feed(model, other, PROMPT)
+    assert tape.rows == 0 and tape.arrays() == []
+    feed(model, mine, PROMPT)
+    assert tape.rows == 0
+
+
+def test_disarm_restores_classes_and_leaves_other_models_alone():
+    """Hooks that outlive their model, or reach another model of the same class."""
+    model, other = tiny.build("qwen3_5"), tiny.build("qwen3_5", seed=1)
+    before = [type(m) for m in model.modules()]
+    module = importlib.import_module("mlx_lm.models.qwen3_5")
+    names = dict(vars(module))
+    recorder = Recorder.arm(model)
+    assert [type(m) for m in model.modules()] != before
+    assert [type(m) for m in other.modules()] == before
+    assert dict(vars(module)) == names
+    recorder.disarm()
+    assert [type(m) for m in model.modules()] == before
+
+
+def test_recordings_of_two_models_nest():
+    """Draft rows in the target's tape, or a target that stops recording when the draft starts."""
+    target, draft = tiny.build("mamba2"), tiny.build("lfm2")
+    recorders = Recorder.arm(target), Recorder.arm(draft)
+    big, small = make_prompt_cache(target), make_prompt_cache(draft)
+    starts = slots(big), slots(small)
+    with recorders[0].recording(arrays_caches(big)) as outer:
+        feed(target, big, BLOCK[:2])
+        with recorders[1].recording(arrays_caches(small)) as inner:
+            feed(draft, small, BLOCK[:1])
+            feed(target, big, BLOCK[2:3])
+            feed(draft, small, BLOCK[1:])
+    assert (outer.rows, inner.rows) == (3, 5)
+    assert error(outer.replay(starts[0], 3), slots(big)) < 2e-5
+    assert error(inner.replay(starts[1], 5), slots(small)) < 2e-5
+
+
+def test_another_thread_does_not_record():
+    """Process-wide state: a request on another thread writes into this one's tape."""
+    model = tiny.build("lfm2")
+    recorder = Recorder.arm(model)
+    caches = make_prompt_cache(model)
+    with recorder.recording(arrays_caches(caches)) as tape:
+        # Builds the graph only: the other thread has no stream to evaluate on.
+        worker = threading.Thread(
+            target=lambda: model.model.layers[0].conv.in_proj(mx.zeros((1, 2, 64)))
+        )
+        worker.start()
+        worker.join()
+    assert tape.rows == 0
+
+
+def test_an_exception_inside_a_call_leaves_the_recorder_clean(monkeypatch):
+    """A frame left open by a failed call, which makes the next recording wrong."""
+    model = tiny.build("qwen3_5")
+    recorder = Recorder.arm(model)
+    caches = make_prompt_cache(model)
+    layer = model.language_model.model.layers[1].linear_attn
+    with monkeypatch.context() as patch:
+        patch.setattr(type(layer.out_proj), "__call__", _fail)
+        with pytest.raises(KeyboardInterrupt), recorder.recording(arrays_caches(caches)):
+            model(BLOCK[None], cache=caches)
+    caches = make_prompt_cache(model)
+    starts = slots(caches)
+    tape = record(model, recorder, caches, BLOCK)
+    assert tape.rows == 5
+    assert error(tape.replay(starts, 5), slots(caches)) < 2e-5
+
+
+def _fail(*args):
+    raise KeyboardInterrupt
+
+
+def test_models_without_recurrent_caches_need_no_tape():
+    """An error, or a useless tape, on a plain transformer."""
+    model = tiny.build("llama")
+    recorder = Recorder.arm(model)
+    assert recorder.families == []
+    caches = make_prompt_cache(model)
+    with recorder.recording(arrays_caches(caches)) as tape:
+        feed(model, caches, BLOCK)
+    assert tape.rows == 0
+    assert self_check(model, recorder, lambda: make_prompt_cache(model)) == 0
+
+
+@pytest.mark.parametrize("name", ["mamba2", "lfm2", "qwen3_5", "recurrent_gemma"])
+def test_unknown_modules_are_replayed_as_leaves(name, monkeypatch):
+    """An architecture newer than this package losing its rewinds, although it can be re-run."""
+    monkeypatch.setattr("ds4cli.tape.recorder.FAMILIES", ())
+    model = tiny.build(name)
+    recorder = Recorder.arm(model)
+    assert recorder.families[0].startswith("leaf (")
+    assert self_check(model, recorder, lambda: make_prompt_cache(model)) < 0.5
+    caches = fresh(model, PROMPT)
+    starts = slots(caches)
+    tape = record(model, recorder, caches, BLOCK)
+    assert error(tape.replay(starts, 2), slots(fresh(model, PROMPT, BLOCK[:2]))) < 2e-5
+
+
+class _Hidden(nn.Module):
+    """A recurrent cache that no module below the model itself is handed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(4, 4)]
+
+    def __call__(self, x, cache=None):
+        return x
+
+    def make_cache(self):
+        return [ArraysCache(1), ArraysCache(1), KVCache()]
+
+
+def test_a_state_nobody_can_record_is_refused_and_left_alone():
+    """A model armed by halves: later rewinds silently wrong."""
+    model = _Hidden()
+    with pytest.raises(ModelError, match="2 recurrent caches"):
+        Recorder.arm(model)
+    assert type(model) is _Hidden
+
+
+def test_a_leaf_that_takes_positions_is_refused():
+    """A recorded call with an offset in it, which can't be cut or joined."""
+    with pytest.raises(ModelError, match="takes a `int`"):
+        leaf._record(nn.Linear(4, 4), ArraysCache(1), (mx.zeros((1, 2, 4)), 7), {})
+
+
+def test_kimi_k3_is_never_recorded_compiled(monkeypatch):
+    """Tracers of a compiled one-token step in the tape (it compiles only where Metal exists)."""
+    model = tiny.build("kimi_k3")
+    recorder = Recorder.arm(model)
+    caches = fresh(model, PROMPT)
+    starts = slots(caches)
+    want = slots(fresh(model, PROMPT, NEXT))
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    compiled = []
+    monkeypatch.setattr(mx, "compile", lambda f, **kwargs: compiled.append(f) or f)
+    tape = record(model, recorder, caches, NEXT)
+    assert not compiled and tape.rows == 1
+    assert error(tape.replay(starts, 1), want) < 2e-5
+    feed(model, caches, NEXT)
+    assert compiled
+
+
+def test_replay_uses_the_metal_kernel_where_there_is_one(monkeypatch):
+    """A replay that differs from the kernel that computed the state it replaces."""
+    calls = []
+
+    def kernel(q, k, v, g, beta, state):
+        calls.append(k.shape)
+        return delta.chunked(q, k, v, g, beta, state)
+
+    model = tiny.build("qwen3_5")
+    recorder = Recorder.arm(model)
+    caches = make_prompt_cache(model)
+    starts = slots(caches)
+    tape = record(model, recorder, caches, BLOCK)
+    want = tape.replay(starts, 3)
+    monkeypatch.setattr(delta, "has_kernel", lambda dim=32: True)
+    monkeypatch.setattr(delta, "gated_delta_kernel", kernel)
+    assert error(tape.replay(starts, 3), want) < 2e-6
+    assert calls == [(3, 3, 2, 32)], "three layers of one shape are one launch"
+
+
+def test_concat_keeps_no_parent_alive():
+    """A few kept rows that hold a whole prefill chunk in memory."""
+    model = tiny.build("lfm2", hidden_size=512, block_dim=512)
+    recorder = Recorder.arm(model)
+    tape = record(model, recorder, make_prompt_cache(model), tiny.ids(2000))
+    mx.clear_cache()
+    whole = mx.get_active_memory()
+    tape = Tape.concat([tape.tail(4)])
+    mx.eval(tape.arrays())
+    mx.clear_cache()
+    assert whole - mx.get_active_memory() > 0.9 * 3 * 2000 * 512 * 4
+    assert tape.nbytes == 3 * 4 * 512 * 4
+
+
+def test_the_number_of_arrays_is_bounded():
+    """A tape of many steps that holds an array per step and layer (Metal has a limit)."""
+    model = tiny.build("qwen3_5")
+    recorder = Recorder.arm(model)
+    caches = make_prompt_cache(model)
+    tapes = [record(model, recorder, caches, tiny.ids(1, seed)) for seed in range(20)]
+    assert len(Tape.concat(tapes).arrays()) == len(tapes[0].arrays())
+
+
+def test_arming_is_fast():
+    """A noticeable pause at load: 64 layers in well under 50 ms."""
+    text = dict(tiny.CFG["qwen3_5"]["text_config"], num_hidden_layers=64)
+    model = tiny.build("qwen3_5", text_config=text)
+    best = min(_arm_seconds(model) for _ in range(3))
+    assert best < 0.05
+
+
+def _arm_seconds(model):
+    start = time.perf_counter()
+    recorder = Recorder.arm(model)
+    seconds = time.perf_counter() - start
+    recorder.disarm()
+    return seconds
