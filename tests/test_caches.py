@@ -14,6 +14,7 @@ from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
     CacheList,
+    ConcatenateKVCache,
     KVCache,
     RotatingKVCache,
 )
@@ -162,10 +163,10 @@ class Rig:
     Recurrent layers cannot seek; they go back to frontiers kept here at every position written.
     """
 
-    def __init__(self, name: str, slack: int = 5, seed: int = 0, step: int = 4, **kv):
+    def __init__(self, name: str, slack: int = 5, seed: int = 0, step: int = 4, caches=None, **kv):
         self.model = model_of(name)
         self.rng = random.Random(seed)
-        self.caches = build_caches(self.model, slack, **kv)
+        self.caches = caches or build_caches(self.model, slack, **kv)
         self.adapters = adapt(self.caches)
         for a in self.adapters:
             if hasattr(a.cache, "step"):
@@ -445,17 +446,21 @@ def test_a_twin_rewound_below_the_fork_leaves_the_other_alone():
 
 
 LONG = 2048
-ROWS = 2 * 4 * 16 * 4 * LONG  # bytes of one buffer of the cache below
+
+
+def append(cache, rows: mx.array) -> None:
+    """One write, the way a model makes it."""
+    if isinstance(cache, SlackChunkedKVCache):
+        cache.maybe_trim_front()
+    mx.eval(cache.update_and_fetch(rows, rows))
 
 
 def filled(cls, *args):
     """An adapter over a cache of LONG rows, 4 heads of 16, float32."""
     c = cls(*args)
     rows = mx.random.normal((1, 4, LONG - 256, 16))
-    if isinstance(c, SlackChunkedKVCache):
-        c.maybe_trim_front()
-    mx.eval(c.update_and_fetch(rows, rows + 1))
-    c.update_and_fetch(rows[:, :, :8], rows[:, :, :8])
+    append(c, rows)
+    append(c, rows[:, :, :8])
     mx.eval(c.keys, c.values)
     return adapt([c])[0]
 
@@ -469,9 +474,7 @@ def write(adapter, n: int = 1) -> int:
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     adapter.before_write()
-    if adapter.kind == "chunked":
-        adapter.cache.maybe_trim_front()
-    adapter.cache.update_and_fetch(rows, rows)
+    append(adapter.cache, rows)
     mx.eval(adapter.arrays())
     return mx.get_peak_memory() - before
 
@@ -541,17 +544,18 @@ def test_a_restored_frontier_is_not_written_into():
     """Two branches may share it: restore, seek below it, write, and it must still be the same."""
     for make in (SlidingKVCache, SlackChunkedKVCache):
         adapter = adapt([make(WINDOW, 4)])[0]
+        adapter.cache.step = 4
         rows = mx.random.normal((1, 2, 5, 4))
-        adapter.cache.update_and_fetch(rows, rows)
+        append(adapter.cache, rows)
         state = adapter.frontier()
         for _ in range(30):
-            adapter.cache.update_and_fetch(rows, rows)
+            append(adapter.cache, rows)
         adapter.restore_frontier(state, 5)
         before = [mx.array(a) + 0 for a in adapter.frontier_arrays(state)]
         mx.eval(before)
         adapter.seek(2)
         adapter.before_write()
-        adapter.cache.update_and_fetch(rows[..., :2, :] - 9, rows[..., :2, :] - 9)
+        append(adapter.cache, rows[..., :2, :] - 9)
         for a, b in zip(before, adapter.frontier_arrays(state), strict=True):
             assert mx.array_equal(a, b)
 
@@ -656,6 +660,36 @@ def test_the_window_buffer_stays_bounded():
         c.update_and_fetch(rows, rows)
         mx.eval(c.keys, c.values)
         assert c.keys.shape[2] <= 15 + 8 + c.step
+
+
+def concatenating(seed: int = 0) -> Rig:
+    return Rig("llama", seed=seed, caches=[ConcatenateKVCache() for _ in range(3)])
+
+
+def test_concatenated_rows_are_cut():
+    """The class's own trim moves only the offset; the next write would append to dropped rows."""
+    for seed in range(3):
+        run_schedule(concatenating(seed))
+    rig = concatenating()
+    abort(rig, layer=1, n=4)
+    rig.feed(9)
+    twin = rig.fork()
+    rig.seek(4)
+    rig.feed(2)
+    twin.feed(1)
+    abort(twin, layer=0, n=2)
+    rig.check()
+    twin.check()
+
+
+def test_rows_that_a_write_gave_up_are_freed():
+    """What a redo needs must not stay alive once something else was written."""
+    adapter = filled(ConcatenateKVCache)
+    size = sum(a.nbytes for a in adapter.arrays())
+    before = mx.get_active_memory()
+    adapter.seek(10)
+    write(adapter)
+    assert mx.get_active_memory() < before - size / 2
 
 
 def test_quantised_rows_go_back_too():
