@@ -15,7 +15,7 @@ from ds4cli.drafters import Drafter
 from ds4cli.rewind import common_prefix
 
 # Lengths that are indexed. A match is as long as it turns out to be; these only find candidates.
-ORDERS = (8, 4, 2)
+ORDERS = (6, 2, 1)
 MAX_CANDIDATES = 8
 # Longer matches are not told apart.
 MAX_MATCH = 32
@@ -35,7 +35,9 @@ class NgramDrafter(Drafter):
         """At most n tokens that followed the longest match; fewer after a short one."""
         self._index(tokens)
         end, self.confidence = self._match(tokens)
-        return _copy(tokens, end, min(n, 2 * self.confidence)) if self.confidence else []
+        # Over real text a chance match of one token rarely goes on for two, one of three often for
+        # ten and more.
+        return _copy(tokens, end, min(n, 2 * self.confidence**2))
 
     def rewind(self, pos: int) -> None:
         if pos < len(self._tokens) // 2:
@@ -51,7 +53,7 @@ class NgramDrafter(Drafter):
 
     def _index(self, tokens: Sequence[int]) -> None:
         """Index all of `tokens` but the last: a match must have something after it."""
-        known, size = len(self._tokens), len(tokens) - 1
+        known, size = len(self._tokens), max(0, len(tokens) - 1)
         tail = max(0, known - CHECKED_TAIL)
         if known > size or list(tokens[tail:known]) != self._tokens[tail:]:
             self.rewind(min(size, common_prefix(self._tokens, list(tokens))))
