@@ -96,16 +96,16 @@ def _segment(q, k, v, g, beta, state):
     shape = (batch, groups, heads // groups, dim_v, dim_k)
     state = mx.zeros(shape) if state is None else state.reshape(shape)
 
-    D, D_in = _products(g), mx.cumprod(g, axis=-2)
-    A = beta * _pairs(k, k, D) * _lower(size, 1)
-    T = _unit_inverse(A) * beta.swapaxes(-1, -2)
+    D, D_in = products(g), mx.cumprod(g, axis=-2)
+    A = beta * pairs(k, k, D) * lower(size, 1)
+    T = unit_inverse(A) * beta.swapaxes(-1, -2)
     states, updates = _scan(T, k * D_in, v, k * D[..., -1, :, :], D_in[..., -1:, :], state)
     after = states.pop().reshape(batch, heads, dim_v, dim_k)
     if q is None:
         return None, after
     q = _split(q, groups, size)
     y = (q * D_in) @ mx.stack(states, axis=3).swapaxes(-1, -2)
-    y += (_pairs(q, k, D) * _lower(size, 0)) @ mx.stack(updates, axis=3)
+    y += (pairs(q, k, D) * lower(size, 0)) @ mx.stack(updates, axis=3)
     return _join(y, rows), after
 
 
@@ -127,26 +127,26 @@ def _join(y, rows: int):
     return y[:, :rows]
 
 
-def _lower(size: int, below: int):
+def lower(size: int, below: int):
     """A float mask (size, size): 1 where row - column >= below."""
     index = mx.arange(size)
     return (index[:, None] - index[None] >= below).astype(mx.float32)
 
 
-def _products(g):
+def products(g):
     """g (..., C, D) -> (..., C, C, D): at t, i the product of rows i + 1 .. t; 1 for i >= t."""
-    later = _lower(g.shape[-2], 1)[..., None] > 0
+    later = lower(g.shape[-2], 1)[..., None] > 0
     return mx.cumprod(mx.where(later, g[..., None, :], 1.0), axis=-3)
 
 
-def _pairs(x, k, D):
+def pairs(x, k, D):
     """The products x_t D_ti . k_i, (..., C, C); meaningful for i <= t."""
     if D.shape[-1] == 1:
         return (x @ k.swapaxes(-1, -2)) * D[..., 0]
     return ((D * k[..., None, :, :]) @ x[..., None])[..., 0]
 
 
-def _unit_inverse(A):
+def unit_inverse(A):
     """(I + A)^-1 for strictly lower triangular A (..., C, C)."""
     size = A.shape[-1]
     eye = mx.eye(size)

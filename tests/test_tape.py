@@ -129,6 +129,20 @@ def test_concatenated_tapes_replay_like_one_text(armed):
         assert error(tape.head(rows).replay(starts, rows), tape.replay(starts, rows)) == 0
 
 
+@pytest.mark.parametrize(
+    "name", ["qwen3_5", "kimi_linear", "mamba2", "jamba", "rwkv7", "bailing_hybrid"]
+)
+def test_long_tapes_replay_in_parts(name):
+    """A replay of more rows than one chunk that loses the state between chunks."""
+    model = tiny.build(name)
+    recorder = Recorder.arm(model)
+    caches = fresh(model, PROMPT)
+    starts = slots(caches)
+    tape = record(model, recorder, caches, tiny.ids(75, 9))
+    assert error(tape.replay(starts, 75), slots(caches)) < 2e-5
+    assert error(tape.replay(starts, 41), slots(fresh(model, PROMPT, tiny.ids(75, 9)[:41]))) < 2e-5
+
+
 def test_self_check_accepts_every_family(armed):
     """The check that guards a load refusing a family that replays correctly."""
     model, recorder = armed

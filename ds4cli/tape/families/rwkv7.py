@@ -15,11 +15,14 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 
+from ds4cli import delta
 from ds4cli.rebind import Swaps
 from ds4cli.tape import frames
 from ds4cli.tape.tracks import Tail, Track
 
 name = "RWKV-7"
+
+_CHUNK = delta.CHANNEL_CHUNK
 
 
 @dataclass(frozen=True)
@@ -33,20 +36,38 @@ class WkvRows(Track):
 
     @classmethod
     def replay(cls, tracks, starts, rows):
-        w, k, v, a, b = cls.stack(tracks, rows)
-        layers, _, heads, dim = k.shape
-        state = mx.zeros((layers, heads, dim, dim), tracks[0].dtype)
-        if starts[0] is not None:
-            state = mx.concatenate(starts)
-        for t in range(rows):
-            state = _step(state, w[:, t], k[:, t], v[:, t], a[:, t], b[:, t])
+        stacked = (x.astype(mx.float32).swapaxes(1, 2) for x in cls.stack(tracks, rows))
+        w, k, v, a, b = stacked
+        state = _state(tracks, starts)
+        for i in range(0, rows, _CHUNK):
+            state = _advance(state, *(x[:, :, i : i + _CHUNK] for x in (w, k, v, a, b)))
         return mx.split(state.astype(tracks[0].dtype), len(tracks))
 
 
-@mx.compile
-def _step(state, w, k, v, a, b):
-    erased = (state @ a[..., None]) @ b[..., None, :]
-    return state * w[:, :, None, :] + v[..., None] @ k[..., None, :] + erased
+def _state(tracks: list[WkvRows], starts: list[mx.array | None]) -> mx.array:
+    """(layers, H, D, D) float32."""
+    if starts[0] is not None:
+        return mx.concatenate(starts).astype(mx.float32)
+    _, _, heads, dim = tracks[0].data[0].shape
+    return mx.zeros((len(tracks), heads, dim, dim))
+
+
+def _advance(S: mx.array, w, k, v, a, b) -> mx.array:
+    """The state after the rows of one chunk; inputs (layers, H, C, D).
+
+    With U_t = S_{t-1} a_t every row adds U_t b_t^T + v_t k_t^T and decays what was there, so the U
+    of a chunk solve one triangular system, as in the gated delta rule (see `ds4cli.delta`).
+    """
+    D, D_in = delta.products(w), mx.cumprod(w, axis=-2)
+    strict = delta.lower(w.shape[-2], 1)
+    # Decay up to the row before: what a_t meets.
+    D_before = mx.concatenate([D[..., :1, :, :], D[..., :-1, :, :]], axis=-3)
+    a_in = mx.concatenate([a[..., :1, :], a[..., 1:, :] * D_in[..., :-1, :]], axis=-2)
+    known = a_in @ S.swapaxes(-1, -2) + (delta.pairs(a, k, D_before) * strict) @ v
+    U = delta.unit_inverse(-delta.pairs(a, b, D_before) * strict) @ known
+    D_out = D[..., -1, :, :]
+    added = U.swapaxes(-1, -2) @ (b * D_out) + v.swapaxes(-1, -2) @ (k * D_out)
+    return S * D_in[..., -1:, :] + added
 
 
 def owns(module: nn.Module) -> bool:
