@@ -329,6 +329,12 @@ def find_config(environ: Mapping[str, str] | None = None) -> Path | None:
     return next((place for place in places if place.is_file()), None)
 
 
+def state_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """Where history and sessions lie: `$XDG_STATE_HOME/ds4cli` (`~/.local/state` on macOS too)."""
+    environ = os.environ if environ is None else environ
+    return Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "ds4cli"
+
+
 def read_config(path: Path) -> ConfigFile:
     """Read and check a TOML file. Raises `UsageError` for anything wrong in it."""
     table = _read_toml(path)
