@@ -474,6 +474,12 @@ def variable(name: str) -> str | None:
     return os.environ.get(PREFIX + name) or None
 
 
+def editor(environ: Mapping[str, str] | None = None) -> str:
+    """The user's editor, as a command line."""
+    environ = os.environ if environ is None else environ
+    return environ.get("VISUAL") or environ.get("EDITOR") or "vi"
+
+
 # --- printing -----------------------------------------------------------------------------------
 
 
