@@ -1,0 +1,114 @@
+"""The tools a user declares: read from a JSON file, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds4cli.errors import UsageError
+from ds4cli.tools import schema as json_schema
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
+_OPENS = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One declared tool. `parameters` is a JSON schema of type object."""
+
+    name: str
+    description: str
+    parameters: dict
+    command: tuple[str, ...] | None = None
+
+    @property
+    def spec(self) -> dict:
+        """The OpenAI form, for the chat template: nothing in it that the model must not see."""
+        inner = {"name": self.name, "parameters": self.parameters}
+        if self.description:
+            inner["description"] = self.description
+        return {"type": "function", "function": inner}
+
+    @property
+    def arguments_schema(self) -> dict:
+        """`parameters`, closed: what is not declared is not an argument, unless the schema says so."""
+        schema = self.parameters
+        if not schema.get("properties") or any(word in schema for word in _OPENS):
+            return schema
+        return {**schema, "additionalProperties": False}
+
+    @property
+    def notices(self) -> list[str]:
+        """Schema keywords that nothing checks."""
+        return [f"tool `{self.name}`: `{path}` is not checked"
+                for path in json_schema.unchecked(self.parameters)]  # fmt: skip
+
+
+def load_tools(path: str | Path) -> list[Tool]:
+    """Read a JSON list of tools, in the OpenAI form or as its inner objects.
+
+    Raises UsageError that names the file and the path inside the JSON.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read the tools file `{path}`: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the tools file `{path}` is not JSON: {error}") from error
+    if not isinstance(data, list) or not data:
+        raise _bad(path, "$", "must be a list with at least one tool")
+    tools = [_read_tool(entry, f"[{i}]", path) for i, entry in enumerate(data)]
+    for i, tool in enumerate(tools):
+        if tool.name in {other.name for other in tools[:i]}:
+            raise _bad(path, f"[{i}].name", f"`{tool.name}` is declared twice")
+    return tools
+
+
+def _bad(path: str | Path, where: str, what: str) -> UsageError:
+    return UsageError(
+        f"tools file `{path}`: `{where}` {what}",
+        hint='a tool is {"type": "function", "function": {"name": ..., "parameters": {...}}}',
+    )
+
+
+def _read_tool(entry: Any, where: str, path: str | Path) -> Tool:
+    if not isinstance(entry, dict):
+        raise _bad(path, where, "must be an object")
+    inner, inside = entry, where
+    if "function" in entry:
+        inner, inside = entry["function"], f"{where}.function"
+        if not isinstance(inner, dict):
+            raise _bad(path, inside, "must be an object")
+    name = inner.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise _bad(path, f"{inside}.name", "must be a name of letters, digits, `_`, `.`, `-`")
+    description = inner.get("description", "")
+    if not isinstance(description, str):
+        raise _bad(path, f"{inside}.description", "must be a string")
+    parameters = inner.get("parameters", {"type": "object", "properties": {}})
+    _check_parameters(parameters, f"{inside}.parameters", path)
+    command = _read_command(entry.get("command", inner.get("command")), where, path)
+    return Tool(name, description, parameters, command)
+
+
+def _check_parameters(parameters: Any, where: str, path: str | Path) -> None:
+    if not isinstance(parameters, dict):
+        raise _bad(path, where, "must be a JSON schema object")
+    if parameters.get("type", "object") != "object":
+        raise _bad(path, f"{where}.type", "must be `object`")
+    for inside, what in json_schema.problems(parameters):
+        raise _bad(path, f"{where}{inside}", what)
+
+
+def _read_command(command: Any, where: str, path: str | Path) -> tuple[str, ...] | None:
+    if command is None:
+        return None
+    if isinstance(command, str):
+        command = shlex.split(command)
+    if not isinstance(command, list) or not command or not all(isinstance(a, str) for a in command):
+        raise _bad(path, f"{where}.command", "must be a command line, or a list of strings")
+    return tuple(command)

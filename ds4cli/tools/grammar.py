@@ -1,0 +1,321 @@
+"""A grammar for the calls of the declared tools, in the format's own syntax. The only module that imports llguidance.
+
+The grammar covers a call from the first byte of its start marker to its end marker, then anything, so that a token
+which merges a marker with its neighbours is an ordinary token. It never forces a tokenisation (`no_forcing`): a
+token is allowed exactly when the matcher would accept it, and that makes repairing after the fact equal to
+masking from the start.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from ds4cli.tools import schema as json_schema
+from ds4cli.tools.declared import Tool
+from ds4cli.tools.formats import Format, Json, Literal, Named, Tagged
+
+_MAX_KEYS = 60  # llguidance counts the keys already given in one 64-bit number
+_SPACE = r"[ \t\r\n]"
+EMPTY = '""'
+_PLAIN = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+_X_GUIDANCE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
+
+
+class NoGrammar(Exception):
+    """No grammar can be built; the text says why. Calls are then parsed when they close."""
+
+
+class Grammar:
+    """The compiled grammar of one tokenizer, format and set of tools.
+
+    build_s: seconds spent building (vocabulary trie and grammar).
+    notices: what the grammar does not enforce, for the user to read.
+    """
+
+    def __init__(self, tokenizer: Any, fmt: Format, tools: Sequence[Tool]) -> None:
+        begin = time.perf_counter()
+        self.vocab = _vocabulary(tokenizer, fmt)
+        self.notices: list[str] = []
+        self._root = self._compile(fmt, tools)
+        self.build_s = time.perf_counter() - begin
+
+    def _compile(self, fmt: Format, tools: Sequence[Tool]) -> LLMatcher:
+        matcher, error = self._try(_Writer(fmt, tools, lenient=False).lark())
+        if error:
+            self.notices.append(
+                f"checked only when a call closes, not while it is written: {error}"
+            )
+            matcher, error = self._try(_Writer(fmt, tools, lenient=True).lark())
+        if error:
+            raise NoGrammar(error)
+        return matcher
+
+    def _try(self, lark: str) -> tuple[LLMatcher, str]:
+        matcher = LLMatcher(self.vocab, LLMatcher.grammar_from_lark(lark), log_level=0)
+        return matcher, matcher.get_error().strip().split("\n")[0][:200]
+
+    def matcher(self) -> LLMatcher:
+        """A matcher that stands before the start marker."""
+        return self._root.deep_copy()
+
+    def tokens_of(self, data: bytes) -> list[int]:
+        """Tokens that spell `data`; [] when the vocabulary cannot."""
+        ids = self.vocab.tokenize_bytes(data)
+        return ids if self.vocab.decode_bytes(ids) == data else []
+
+    def bytes_of(self, token: int) -> bytes:
+        return self.vocab.decode_bytes([token]) if token < self.vocab.vocab_size else b""
+
+    def mask(self, matcher: LLMatcher | None, size: int) -> np.ndarray:
+        """(size,) bool: the tokens that `matcher` accepts next (None: all), never padding ids."""
+        mask = np.zeros(size, bool)
+        n = min(size, self.vocab.vocab_size)
+        mask[:n] = True
+        if matcher is not None:
+            data = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            mask[:n] = np.unpackbits(data, bitorder="little")[:n]
+        return mask
+
+
+_cache: weakref.WeakKeyDictionary[Any, dict[str, Grammar | str]] = weakref.WeakKeyDictionary()
+
+
+def grammar_for(tokenizer: Any, fmt: Format, tools: Sequence[Tool]) -> Grammar:
+    """The grammar, built once per tokenizer and set of tools. Raises NoGrammar, the same each time."""
+    built = _cache.setdefault(tokenizer, {})
+    key = json.dumps([fmt.name, [[t.name, t.parameters] for t in tools]])
+    if key not in built:
+        try:
+            built[key] = Grammar(tokenizer, fmt, tools)
+        except NoGrammar as error:
+            built[key] = str(error)
+    found = built[key]
+    if isinstance(found, str):
+        raise NoGrammar(found)
+    return found
+
+
+# The vocabulary as bytes
+
+
+class _Vocabulary:
+    """What llguidance wants to know: the bytes of each id, and which ids are not text."""
+
+    def __init__(self, backend: Any, tokens: list[bytes], special: list[int], eos: int) -> None:
+        self.tokens, self.special_token_ids = tokens, special
+        self.eos_token_id, self.bos_token_id = eos, None
+        self._backend = backend
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+
+def _vocabulary(tokenizer: Any, fmt: Format) -> LLTokenizer:
+    """Tokens that spell parts of the format's syntax count as text, the other special ones do not."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise NoGrammar("the tokenizer has no fast (tokenizer.json) form")
+    backend = type(backend).from_str(backend.to_str())
+    backend.no_padding()
+    backend.no_truncation()
+    stops = sorted(tokenizer.eos_token_ids)
+    if not stops:
+        raise NoGrammar("the tokenizer names no end token")
+    plain = LLTokenizer(backend.to_str(), eos_token=stops)
+    tokens = [plain.decode_bytes([i]) for i in range(plain.vocab_size)]
+    syntax = fmt.literals()
+    special = {
+        i for i, added in backend.get_added_tokens_decoder().items()
+        if added.special and added.content not in syntax
+    }  # fmt: skip
+    words = _Vocabulary(backend, tokens, sorted(special | set(stops)), stops[0])
+    return LLTokenizer(TokenizerWrapper(words), eos_token=stops)
+
+
+# The grammar as text
+
+
+def _quoted(text: str) -> str:
+    """A Lark string literal; "" for nothing."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _escaped(text: str) -> str:
+    """`text` inside a Lark regular expression."""
+    return "".join(c if c.isalnum() or ord(c) > 127 else f"\\x{ord(c):02x}" for c in text)
+
+
+class _Writer:
+    """Writes the Lark text. One method per style; `lenient` leaves out what llguidance cannot enforce."""
+
+    def __init__(self, fmt: Format, tools: Sequence[Tool], lenient: bool) -> None:
+        self.fmt, self.tools, self.lenient = fmt, tools, lenient
+        self.rules: list[str] = []
+        self.values: dict[str, str] = {}
+        self.arguments: list[str] = []
+
+    def lark(self) -> str:
+        writers = {Json: self._json, Named: self._named, Tagged: self._tagged}
+        style = type(self.fmt.style)
+        if style not in writers:
+            raise NoGrammar(f"no grammar is written for the `{self.fmt.name}` format yet")
+        body = writers[style](self.fmt.style)
+        start = "" if self.fmt.keep_start else self._start()
+        # A call that a stop token ends has nothing behind it: the matcher accepts the stop token itself.
+        end = f"{_quoted(self.fmt.end)} TAIL?" if self.fmt.end else ""
+        self._rule("start", f"{start} WS? {body} WS? {end}")
+        self._rule("WS", f"/{_SPACE}{{1,64}}/")
+        self._rule("TAIL", r"/(.|\n)+/")
+        return "\n".join(['%llguidance {"no_forcing": true}', *self.rules])
+
+    def _start(self) -> str:
+        return "(" + " | ".join(_quoted(s) for s in self.fmt.starts) + ")"
+
+    def _rule(self, name: str, body: str) -> str:
+        self.rules.append(f"{name}: {body}")
+        return name
+
+    # values
+
+    def _value(self, schema: Any, root: dict) -> str:
+        """The rule of a JSON value that satisfies `schema`."""
+        options = dict(_X_GUIDANCE, lenient=True) if self.lenient else _X_GUIDANCE
+        schema = {} if schema is True else schema
+        text = json.dumps({**root, **schema, "x-guidance": options})
+        if text not in self.values:
+            self.values[text] = self._rule(f"v{len(self.values)}", f"%json {text}")
+        return self.values[text]
+
+    def _all_arguments(self) -> list[str]:
+        if not self.arguments:
+            self.arguments = [self._arguments(i, tool) for i, tool in enumerate(self.tools)]
+        return self.arguments
+
+    def _arguments(self, index: int, tool: Tool) -> str:
+        """The rule of a tool's arguments as one JSON object; its own keys come in any order."""
+        schema = tool.arguments_schema
+        keys = list(schema.get("properties", {}))
+        if not self._is_plain(schema) or not keys:
+            return self._value(schema, {"type": "object"})
+        root = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+        required = set(schema.get("required", ()))
+        done = _given([i for i, key in enumerate(keys) if key in required])
+        lines = []
+        for i, key in enumerate(keys):
+            value = self._value(schema["properties"][key], root)
+            name = _quoted(json.dumps(key, ensure_ascii=False))
+            lines.append(
+                f'{name} WS? ":" WS? {value} WS? r{index}::set_bit({i}) %if bit_clear({i})'
+            )
+        self._rule(f"k{index}::_", "\n  | ".join(lines))
+        more = f'"," WS? k{index}::_ %if bit_count_lt(_, {len(keys)})'
+        self._rule(f"r{index}::_", f'"}}"{done}\n  | {more}')
+        empty = "" if required else '| "{" WS? "}"'
+        return self._rule(f"a{index}", f'"{{" WS? k{index}::0x0 {empty}')
+
+    def _is_plain(self, schema: dict) -> bool:
+        """Whether the properties can be taken one by one: nothing relates them or points at them."""
+        keys = set(schema) - json_schema.ANNOTATIONS
+        refs = [n["$ref"] for _, n in json_schema.walk(schema) if "$ref" in n]
+        return (
+            keys <= _PLAIN
+            and schema.get("additionalProperties") is False
+            and set(schema.get("required", ())) <= set(schema.get("properties", {}))
+            and all(str(r).startswith(("#/$defs/", "#/definitions/")) for r in refs)
+            and len(schema["properties"]) <= _MAX_KEYS
+        )
+
+    # styles
+
+    def _json(self, style: Json) -> str:
+        calls = []
+        for tool, arguments in zip(self.tools, self._all_arguments(), strict=True):
+            name = _quoted(json.dumps(tool.name, ensure_ascii=False))
+            calls.append(f'{name} WS? "," WS? "\\"arguments\\"" WS? ":" WS? {arguments}')
+        self._rule("named", "\n  | ".join(calls))
+        return self._rule("object", '"{" WS? "\\"name\\"" WS? ":" WS? named WS? "}"')
+
+    def _named(self, style: Named) -> str:
+        between = _pattern(style.between)
+        calls = [f"{_quoted(tool.name)} {between} WS? {arguments}"
+                 for tool, arguments in zip(self.tools, self._all_arguments(), strict=True)]  # fmt: skip
+        self._rule("headed", "\n  | ".join(calls))
+        after = f"WS? {_quoted(style.after)}" if style.after else ""
+        call = self._rule("call", f"{_quoted(style.before)} headed {after}")
+        if not style.or_list:
+            return self._rule("calls", f"{call} (WS? {call})*") if self.fmt.end else call
+        item = self._json(Json())
+        listed = f'"[" WS? {item} (WS? "," WS? {item})* WS? "]"'
+        return self._rule("calls", f"{call} (WS? {self._start()} WS? {call})* | {listed}")
+
+    def _tagged(self, style: Tagged) -> str:
+        self._text_rules(style)
+        calls = [self._tagged_call(i, tool, style) for i, tool in enumerate(self.tools)]
+        self._rule("call", " | ".join(calls))
+        return self._rule("calls", "call (WS? call)*" if style.many else "call")
+
+    def _text_rules(self, style: Tagged) -> None:
+        """A text value ends at a closing tag that structure follows; one inside the text is text."""
+        close = _escaped(style.value_close)
+        follow = [style.key_open, style.call_close or self.fmt.end]
+        first = "".join(sorted({_escaped(f[0]) for f in follow}))
+        second = "".join(sorted({_escaped(f[1]) for f in follow}))
+        inner = rf"{_SPACE}*([^{first} \t\r\n]|[{first}][^{second}])(.|\n)*{close}"
+        self._rule("text[lazy]", rf"/(.|\n)*{close}/")
+        self._rule("inner[lazy]", f"/{inner}/")
+        self._rule("anytext", "text inner*")
+
+    def _tagged_call(self, index: int, tool: Tool, style: Tagged) -> str:
+        schema = tool.arguments_schema
+        keys = schema.get("properties", {})
+        root = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+        if len(keys) > _MAX_KEYS:
+            raise NoGrammar(f"`{tool.name}` has more than {_MAX_KEYS} arguments")
+        required = [i for i, key in enumerate(keys) if key in schema.get("required", ())]
+        close = _quoted(style.call_close) or EMPTY
+        lines = [f"WS? {close}{_given(required)}"]
+        for i, (key, sub) in enumerate(keys.items()):
+            head = f"{_quoted(style.key_open + key)} {_pattern(style.key_close)}"
+            body = self._element(sub, schema, root, style)
+            lines.append(f"WS? {head} {body} t{index}::set_bit({i}) %if bit_clear({i})")
+        head = f"{_quoted(style.call_open + tool.name)} {_pattern(style.name_close)}"
+        if not keys:
+            return self._rule(f"c{index}", f"{head} {lines[0]}")
+        self._rule(f"t{index}::_", "\n  | ".join(lines))
+        return self._rule(f"c{index}", f"{head} t{index}::0x0")
+
+    def _element(self, sub: Any, schema: dict, root: dict, style: Tagged) -> str:
+        """The rule of one value with its closing tag."""
+        close = _quoted(style.value_close)
+        sub = {} if sub is True else sub
+        if "$ref" in sub:
+            sub = json_schema.resolve(schema, sub["$ref"])
+        literals = [sub["const"]] if "const" in sub else sub.get("enum", [])
+        if literals and not any(isinstance(v, (dict, list)) for v in literals):
+            words = [v if isinstance(v, str) else json.dumps(v) for v in literals]
+            return f"WS? ({' | '.join(_quoted(w) or EMPTY for w in words)}) WS? {close}"
+        if "string" in json_schema.types_of(sub, schema):
+            return "anytext"
+        return f"WS? {self._value(sub, root)} WS? {close}"
+
+
+def _pattern(text: str) -> str:
+    """A regular expression of the format as Lark: a plain string where it is one."""
+    plain = not any(c in r"\[](){}*+?|.^$" for c in text)
+    return _quoted(text) if plain else f"/{text.replace('/', chr(92) + '/')}/"
+
+
+def _given(required: list[int]) -> str:
+    """`%if` every key with these numbers has been given; nothing when none has to be."""
+    condition = ""
+    for i in required:
+        condition = f"and({condition}, bit_set({i}))" if condition else f"bit_set({i})"
+    return f" %if {condition}" if condition else ""

@@ -1,0 +1,518 @@
+"""Watches the committed text of one reply for tool calls, and says where to go back to when one goes wrong.
+
+Fed one committed token after the other. Its state is a function of those tokens: one small snapshot per position, so
+`rewind` is a truncation. Text outside calls is handed back as it comes; what may still turn out to be the
+beginning of a marker is held back, from the beginning of its token on.
+
+The loop's part, per committed token (and for a stop token, before finishing):
+
+    step = guard.feed(pos, token, text)
+    "open"     a call has begun at step.opened (a place worth a frontier)
+    "left"     the token at step.bad_pos leaves the grammar; the guard stands before it, so rewind the session to
+               bad_pos, pick from the kept row with `guard.allowed(vocab)` as mask, and feed that token instead
+    "closed"   step.calls are ready; stop here (finish reason "tool"), or go on
+    "broken"   the call closed but is unusable; the guard stands before its first token: rewind the session to
+               bad_pos, raise `attempt`, go on
+    "refused"  the same after max_repairs attempts: the text stays, step.reason says why
+
+At the end of the reply `finish(reason)` hands out what is still held back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import regex
+
+from ds4cli.errors import UsageError
+from ds4cli.tools.declared import Tool
+from ds4cli.tools.formats import Format, Json, Named, Tagged, detect_format
+from ds4cli.tools.mend import Refused, Unclosed
+from ds4cli.tools.parse import ParsedCall, parse_calls
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class GuardStep:
+    """What one token did. `emit` is text to show now; see the module's docstring for `event`."""
+
+    emit: str = ""
+    event: str | None = None
+    calls: tuple[ParsedCall, ...] = ()
+    opened: int | None = None
+    bad_pos: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class GuardEnd:
+    """The end of a reply.
+
+    emit: text that was held back. calls: calls that only the end completes.
+    cut: a call was open when the reply ran out of room or was cancelled. It is kept: feed() may go on where it
+    stopped. `calls` then holds it only if nothing but its end marker was missing.
+    raw: the text of an unusable call. reason: why it is unusable.
+    """
+
+    emit: str = ""
+    calls: tuple[ParsedCall, ...] = ()
+    cut: bool = False
+    raw: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class _State:
+    """After a token. `held`: (pos, text) of tokens not shown yet, `at` the offset of that text in the reply's text.
+
+    In a call, `held` are its first tokens up to the one that opened it, `before` is text of the first of them that
+    stands before the marker, `marker` the marker's length and `tail` the last characters that may begin the end marker.
+    """
+
+    mode: str = "text"  # "text" | "think" | "call"
+    at: int = 0
+    held: tuple[tuple[int, str], ...] = ()
+    before: str = ""
+    marker: int = 0
+    tail: str = ""
+    think_at: int = 0
+
+    @property
+    def opened(self) -> int:
+        return self.held[0][0]
+
+
+@dataclass
+class _Matching:
+    """The live matcher of the call at `opened`. `lead` spells that first token from the marker on; `taken` counts
+    what the matcher has consumed: `lead`, then one per token."""
+
+    opened: int
+    matcher: Any
+    lead: list[int]
+    taken: int = 0
+
+    def wants(self, end: int) -> int:
+        """How many the matcher has to have consumed to stand before the token at `end`."""
+        return len(self.lead) + end - self.opened - 1
+
+    def reached(self) -> int:
+        """The position of the first token that it has not consumed."""
+        return self.opened + max(0, self.taken - len(self.lead) + 1)
+
+
+class Guard:
+    """One per reply. `tokenizer` is mlx-lm's wrapper; `think`: the prompt ends inside an open think section.
+
+    notices: things for the user to read (what is not checked, why there is no grammar).
+    repairs: the number of "left" and "broken" steps so far.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        tools: Sequence[Tool],
+        think: bool = False,
+        max_repairs: int = 3,
+        fmt: Format | None = None,
+        use_grammar: bool = True,
+    ) -> None:
+        self.fmt = fmt or detect_format(tokenizer)
+        if self.fmt is None:
+            raise UsageError(
+                "this model has no tool-call format", hint="use a model whose template takes tools"
+            )
+        self.tools = list(tools)
+        self.max_repairs = max_repairs
+        self.repairs = 0
+        self.notices = [notice for tool in tools for notice in tool.notices]
+        self._grammar = self._build_grammar(tokenizer) if use_grammar else None
+        self._stops = frozenset(tokenizer.eos_token_ids)
+        self._think = self.fmt.think or (tokenizer.think_start, tokenizer.think_end)
+        self._opening = regex.compile(self._opening_pattern())
+        self._first = _State(mode="think" if think else "text")
+        self._base: int | None = None
+        self._ids: list[int] = []
+        self._ends: list[int] = []  # offset in the text after each token
+        self._pieces: list[str] = []
+        self._states: list[_State] = []
+        self._shown = 0  # offset in the text up to which it was handed out
+        self._out: list[str] = []
+        self._attempts: dict[int, int] = {}
+        self._banned: dict[int, set[int]] = {}
+        self._forced: int | None = None  # the call that `allowed` must let begin
+        self._matching: _Matching | None = None
+
+    def _build_grammar(self, tokenizer: Any) -> Any:
+        from ds4cli.tools.grammar import NoGrammar, grammar_for
+
+        try:
+            grammar = grammar_for(tokenizer, self.fmt, self.tools)
+        except NoGrammar as why:
+            self.notices.append(f"tool calls are checked only when they close: {why}")
+            return None
+        self.notices += grammar.notices
+        return grammar
+
+    def _opening_pattern(self) -> str:
+        opening = self.fmt.opening()
+        return f"{opening}|(?P<think>{regex.escape(self._think[0])})" if self._think[0] else opening
+
+    # where we are
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call is open (where long drafts pay, and drafts are filtered)."""
+        return self._state.mode == "call"
+
+    @property
+    def opened(self) -> int | None:
+        """The position of the first token of the open call."""
+        return self._state.opened if self.is_open else None
+
+    @property
+    def grammar_build_s(self) -> float | None:
+        """Seconds spent building the grammar (once per tokenizer and tools), None without one."""
+        return self._grammar.build_s if self._grammar else None
+
+    @property
+    def _state(self) -> _State:
+        return self._states[-1] if self._states else self._first
+
+    @property
+    def _end(self) -> int:
+        """The position of the next token."""
+        return self._base + len(self._ids)
+
+    def rewind(self, pos: int) -> None:
+        """Forget every token at `pos` and after it."""
+        if self._base is None:
+            return
+        keep = max(0, pos - self._base)
+        for kept in (self._ids, self._pieces, self._ends, self._states):
+            del kept[keep:]
+        self._shown = min(self._shown, self._ends[-1] if self._ends else 0)
+        self._banned = {p: ids for p, ids in self._banned.items() if p <= pos}
+        self._forced = None
+        self._trim_matcher()
+
+    # one token
+
+    def feed(self, pos: int, token: int, text: str) -> GuardStep:
+        """Take the committed token at `pos`. `text`: what the detokenizer released with it ("" if it waits)."""
+        if self._base is None:
+            self._base = pos
+        assert pos == self._end, "tokens must be fed in order"
+        self._forced, self._out = None, []
+        if token in self._stops:
+            step = self._stop_token(pos, token)
+        else:
+            step = self._take(pos, token, text)
+        return replace(step, emit="".join(self._out))
+
+    def _take(self, pos: int, token: int, text: str) -> GuardStep:
+        state = self._state
+        self._ids.append(token)
+        self._pieces.append(text)
+        self._ends.append((self._ends[-1] if self._ends else 0) + len(text))
+        self._states.append(state)
+        if state.mode != "call":
+            return self._outside(state, (*state.held, (pos, text)))
+        bad = self._first_bad(state)
+        return self._advance(state, text) if bad is None else self._left(bad, state.opened)
+
+    def _set(self, state: _State) -> None:
+        self._states[-1] = state
+
+    def _show(self, at: int, text: str) -> None:
+        """Hand out `text`, which stands at offset `at`, without what was handed out before a rewind."""
+        self._out.append(text[max(0, self._shown - at) :])
+        self._shown = max(self._shown, at + len(text))
+
+    # outside calls
+
+    def _outside(self, state: _State, held: tuple[tuple[int, str], ...]) -> GuardStep:
+        whole = "".join(piece for _, piece in held)
+        if state.mode == "think":
+            return self._thinking(state, held, whole)
+        match = self._opening.search(whole, partial=True)
+        if match is None or match.partial:
+            return self._hold(state, held, match.start() if match else len(whole))
+        if match.groupdict().get("think"):
+            return self._switch(state, held, whole, match.end(), "think")
+        return self._open(state, held, match)
+
+    def _thinking(self, state: _State, held: tuple, whole: str) -> GuardStep:
+        match = regex.search(regex.escape(self._think[1]), whole, partial=True)
+        if match is None or match.partial:
+            return self._hold(state, held, match.start() if match else len(whole))
+        return self._switch(state, held, whole, match.end(), "text")
+
+    def _switch(self, state: _State, held: tuple, whole: str, end: int, mode: str) -> GuardStep:
+        """Show the first `end` characters and go on in another mode."""
+        self._show(state.at, whole[:end])
+        after = _State(mode=mode, at=state.at + end, think_at=state.at + end)
+        return self._outside(after, _without(held, end))
+
+    def _hold(self, state: _State, held: tuple, at: int) -> GuardStep:
+        """Show the tokens that end before character `at`, hold back the others."""
+        shown, held = _split(held, at)
+        self._show(state.at, shown)
+        self._set(replace(state, at=state.at + len(shown), held=held))
+        return GuardStep()
+
+    def _open(self, state: _State, held: tuple, match: Any) -> GuardStep:
+        shown, first = _split(held, match.start())
+        self._show(state.at, shown)
+        start = match.start() - len(shown)
+        text = "".join(piece for _, piece in first)
+        marker = match.end("start") - match.start()
+        state = _State("call", state.at + len(shown), first, text[:start], marker)
+        self._set(state)
+        bad = self._first_bad(state)
+        if bad is not None:
+            return self._left(bad, state.opened)
+        step = self._advance(state, text[start + marker :])
+        return replace(step, event=step.event or "open", opened=state.opened)
+
+    # inside a call
+
+    def _advance(self, state: _State, text: str) -> GuardStep:
+        """Look for the end marker in `text`, the newest part of the open call."""
+        end = self.fmt.end
+        window = state.tail + text
+        if end and end in window and self._may_close(state):
+            step = self._close(state, len(window) - window.index(end) - len(end))
+            if step is not None:
+                return step
+        self._set(replace(state, tail=window[1 - len(end) :] if len(end) > 1 else ""))
+        return GuardStep()
+
+    def _may_close(self, state: _State) -> bool:
+        """With a grammar, whether the end marker is one rather than text inside a value."""
+        matcher = self._matcher(state)
+        return matcher is None or matcher.is_accepting()
+
+    def _close(self, state: _State, after: int) -> GuardStep | None:
+        """Close the call `after` characters before the text's end; None: the marker stands inside a string."""
+        raw = self._raw(state)
+        cut = len(raw) - after
+        try:
+            calls = self._parse(state, raw[state.marker : cut - len(self.fmt.end)])
+        except Refused as error:
+            if isinstance(error, Unclosed) and isinstance(self.fmt.style, (Json, Named)):
+                return None
+            return self._broken(state, str(error), cut)
+        self._show(state.at, state.before)
+        self._resume(state, cut)
+        return GuardStep(event="closed", calls=calls, opened=state.opened)
+
+    def _resume(self, state: _State, cut: int) -> None:
+        """Go on with ordinary text at character `cut` of the call's text."""
+        at = state.at + len(state.before) + cut
+        rest = self._raw(state)[cut:]
+        self._outside(_State(at=at), ((self._end - 1, rest),) if rest else ())
+
+    def _parse(self, state: _State, body: str) -> tuple[ParsedCall, ...]:
+        calls = parse_calls(self.fmt, body, self.tools)
+        return tuple(replace(c, id=f"call_{state.opened}_{i}") for i, c in enumerate(calls))
+
+    def _broken(self, state: _State, reason: str, cut: int) -> GuardStep:
+        opened, tried = state.opened, self._attempts.get(state.opened, 0)
+        if tried >= self.max_repairs:
+            self._show(state.at, state.before + self._raw(state)[:cut])
+            self._resume(state, cut)
+            return GuardStep(event="refused", opened=opened, reason=reason)
+        self._attempts[opened] = tried + 1
+        self.repairs += 1
+        self.rewind(opened)
+        return GuardStep(event="broken", opened=opened, bad_pos=opened, reason=reason)
+
+    def _raw(self, state: _State) -> str:
+        """The text of the open call from its marker on."""
+        after = state.held[-1][0] + 1 - self._base
+        first = "".join(piece for _, piece in state.held)
+        return first[len(state.before) :] + "".join(self._pieces[after:])
+
+    # the end
+
+    def _stop_token(self, pos: int, token: int) -> GuardStep:
+        state = self._state
+        if state.mode != "call":
+            return GuardStep()
+        matcher = self._matcher(state)
+        if matcher is not None and not matcher.is_accepting():
+            return self._left(pos, state.opened, token)
+        try:
+            calls = self._parse(state, self._body_so_far(state))
+        except Refused as error:
+            return self._broken(state, str(error), len(self._raw(state)))
+        self._show(state.at, state.before)
+        return GuardStep(event="closed", calls=calls, opened=state.opened)
+
+    def _body_so_far(self, state: _State) -> str:
+        """The body of a call that the reply's end has ended; a cut end marker is not part of it."""
+        body = self._raw(state)[state.marker :]
+        end = self.fmt.end
+        for n in range(len(end) - 1, 1, -1):
+            if body.rstrip().endswith(end[:n]):
+                return body.rstrip()[:-n]
+        return body
+
+    def finish(self, reason: str) -> GuardEnd:
+        """The reply has ended for `reason`: "stop", "length", "cancelled" or "tool"."""
+        state, self._out = self._state, []
+        if state.mode != "call":
+            self._show(state.at, "".join(piece for _, piece in state.held))
+            found = self._calls_in_open_think(state) if reason == "stop" else ()
+            return GuardEnd("".join(self._out), found)
+        if reason == "tool":
+            return GuardEnd()
+        return self._finish_in_call(state, reason)
+
+    def _finish_in_call(self, state: _State, reason: str) -> GuardEnd:
+        raw, cut = self._raw(state), reason != "stop"
+        try:
+            calls = self._parse(state, self._body_so_far(state))
+        except Refused as error:
+            why = f"the call was cut ({reason})" if cut else str(error)
+            return GuardEnd(state.before, cut=cut, raw=raw, reason=why)
+        if cut and not (self._is_whole(raw) and all(c.outcome == "valid" for c in calls)):
+            return GuardEnd(cut=True, raw=raw, reason=f"the call was cut ({reason})")
+        note = "its end marker was missing"
+        calls = tuple(replace(c, notes=(*c.notes, note)) for c in calls)
+        return GuardEnd(state.before, calls, cut, raw)
+
+    def _is_whole(self, raw: str) -> bool:
+        """Whether nothing could have followed but the end marker."""
+        style = self.fmt.style
+        if isinstance(style, Tagged):
+            return bool(style.call_close) and style.call_close in raw
+        return isinstance(style, (Json, Named))
+
+    def _calls_in_open_think(self, state: _State) -> tuple[ParsedCall, ...]:
+        """A model that never closed its think section meant the call that ends its reply."""
+        if state.mode != "think":
+            return ()
+        text = "".join(self._pieces)[state.think_at :].rstrip()
+        matches = [m for m in self._opening.finditer(text) if m["start"]]
+        if not matches or not text.endswith(self.fmt.end):
+            return ()
+        try:
+            calls = self._parse(
+                _State(held=((self._end, ""),)),
+                text[matches[-1].end("start") : len(text) - len(self.fmt.end)],
+            )
+        except Refused:
+            return ()
+        note = "it stood in a think section that was never closed"
+        return tuple(replace(c, notes=(*c.notes, note)) for c in calls)
+
+    # the grammar
+
+    def allowed(self, size: int) -> np.ndarray:
+        """(size,) bool: the tokens that may stand at the next position, `size` the width of a logits row.
+
+        After "left" these are the tokens that keep the call inside its grammar; all others are False.
+        """
+        import numpy as np
+
+        state = self._state
+        opened = self._forced if self._forced is not None else self.opened
+        if opened is None or self._grammar is None:
+            return np.ones(size, bool)
+        # A token that holds a whole bad opening by itself may be replaced by anything else.
+        matcher = self._match(opened, state) if opened < self._end else None
+        mask = self._grammar.mask(matcher, size)
+        mask[[t for t in self._banned.get(self._end, ()) if t < size]] = False
+        return mask
+
+    def filter(self, tokens: Sequence[int]) -> int:
+        """How many of `tokens`, the next token and the drafts behind it, stay inside the grammar. No side effect.
+
+        Outside calls: all of them.
+        """
+        state = self._state
+        matcher = self._matcher(state) if state.mode == "call" else None
+        return len(tokens) if matcher is None else matcher.validate_tokens(list(tokens))
+
+    def _left(self, bad: int, opened: int, token: int | None = None) -> GuardStep:
+        token = self._ids[bad - self._base] if token is None else token
+        self.rewind(bad)
+        self._banned.setdefault(bad, set()).add(token)
+        self.repairs += 1
+        self._forced = opened
+        shown = self._grammar.bytes_of(token).decode("utf-8", "replace")
+        reason = (
+            "the reply would end inside the call"
+            if token in self._stops
+            else f"`{shown}` does not fit the grammar of the declared tools"
+        )
+        return GuardStep(event="left", opened=opened, bad_pos=bad, reason=reason)
+
+    def _first_bad(self, state: _State) -> int | None:
+        """Let the matcher take the tokens it lacks; the position of the first one that it refuses."""
+        matcher = self._matcher(state)
+        if matcher is None or self._matching.taken == self._matching.wants(self._end):
+            return None
+        return self._matching.reached()
+
+    def _matcher(self, state: _State) -> Any:
+        """The matcher of the open call, after the newest token that it accepts; None without a grammar."""
+        return self._match(state.opened, state) if self._grammar is not None else None
+
+    def _match(self, opened: int, state: _State) -> Any:
+        if self._matching is None or self._matching.opened != opened:
+            self._matching = self._begin(opened, state)
+        matching = self._matching
+        if matching.matcher is not None:
+            wanted = [*matching.lead, *self._ids[opened + 1 - self._base :]]
+            matching.taken += matching.matcher.try_consume_tokens(wanted[matching.taken :])
+            if matching.matcher.is_error():
+                why = matching.matcher.get_error().strip().split("\n")[0]
+                self.notices.append(f"the grammar was given up inside a call: {why}")
+                matching.matcher = None
+        return matching.matcher
+
+    def _begin(self, opened: int, state: _State) -> _Matching:
+        """A fresh matcher for the call at `opened`, whose marker may begin inside its first token."""
+        token = self._ids[opened - self._base]
+        marked = next(text for pos, text in state.held if pos == opened)[len(state.before) :]
+        data, whole = marked.encode(), self._grammar.bytes_of(token)
+        at = whole.rfind(data)
+        lead = [token] if at == 0 else self._grammar.tokens_of(whole[at:]) if at > 0 else []
+        return _Matching(opened, self._grammar.matcher() if lead else None, lead)
+
+    def _trim_matcher(self) -> None:
+        """Take back what the matcher consumed of tokens that are gone."""
+        matching = self._matching
+        if matching is None:
+            return
+        if self._end <= matching.opened:
+            self._matching = None
+        elif matching.taken > (wanted := matching.wants(self._end)):
+            matching.matcher.rollback(matching.taken - wanted)
+            matching.taken = wanted
+
+
+def _split(held: tuple[tuple[int, str], ...], at: int) -> tuple[str, tuple[tuple[int, str], ...]]:
+    """The text of the tokens that end at or before character `at`, and the other tokens."""
+    shown = ""
+    for i, (_, piece) in enumerate(held):
+        if len(shown) + len(piece) > at:
+            return shown, held[i:]
+        shown += piece
+    return shown, ()
+
+
+def _without(held: tuple[tuple[int, str], ...], n: int) -> tuple[tuple[int, str], ...]:
+    """`held` without its first `n` characters."""
+    shown, rest = _split(held, n)
+    if not rest:
+        return ()
+    (pos, piece), n = rest[0], n - len(shown)
+    return ((pos, piece[n:]), *rest[1:])

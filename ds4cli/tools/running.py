@@ -1,0 +1,140 @@
+"""Running a tool's command when the user has said so, and its output as plain text. Nothing here decides to run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ds4cli.errors import UsageError
+from ds4cli.tools.declared import Tool
+
+_CHUNK = 65536
+
+
+@dataclass(frozen=True)
+class ToolRun:
+    """What a command gave: its output made printable, how it ended (None: killed), and what was cut."""
+
+    output: str
+    exit_code: int | None
+    timed_out: bool
+    truncated: bool
+    seconds: float
+
+    @property
+    def content(self) -> str:
+        """The text to give to the model: the output, and a line for whatever went wrong."""
+        remarks = []
+        if self.truncated:
+            remarks.append("[output cut]")
+        if self.timed_out:
+            remarks.append(f"[stopped after {self.seconds:.1f} s]")
+        elif self.exit_code:
+            remarks.append(f"[exit code {self.exit_code}]")
+        return "\n".join([self.output.rstrip("\n"), *remarks]).lstrip("\n")
+
+
+def run_tool(
+    tool: Tool, arguments_json: str, timeout_s: float = 30.0, max_bytes: int = 100_000
+) -> ToolRun:
+    """Run the tool's command without a shell, the arguments as JSON on its stdin.
+
+    stdout and stderr are read together, at most `max_bytes`; the process is killed at either limit.
+    Raises UsageError when the tool has no command or it cannot be started.
+    """
+    if tool.command is None:
+        raise UsageError(f"the tool `{tool.name}` has no command")
+    begin = time.perf_counter()
+    try:
+        process = subprocess.Popen(
+            tool.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise UsageError(f"cannot run `{tool.command[0]}`: {error.strerror}") from error
+    reader = _Reader(process, max_bytes)
+    _write(process, arguments_json)
+    reader.join(max(0.0, timeout_s))
+    timed_out = reader.is_alive()
+    if timed_out or reader.truncated:
+        _kill(process)
+    exit_code = _wait(process)
+    reader.join(1.0)
+    output = printable(bytes(reader.data[:max_bytes]))
+    killed = timed_out or reader.truncated
+    seconds = time.perf_counter() - begin
+    return ToolRun(output, None if killed else exit_code, timed_out, reader.truncated, seconds)
+
+
+class _Reader(threading.Thread):
+    """Reads a process's output until it ends or is too long."""
+
+    def __init__(self, process: subprocess.Popen, limit: int) -> None:
+        super().__init__(daemon=True)
+        self.process, self.limit = process, limit
+        self.data = bytearray()
+        self.truncated = False
+        self.start()
+
+    def run(self) -> None:
+        while not self.truncated:
+            chunk = self.process.stdout.read1(_CHUNK)
+            if not chunk:
+                return
+            self.data += chunk
+            self.truncated = len(self.data) > self.limit
+
+
+def _write(process: subprocess.Popen, text: str) -> None:
+    """A thread of its own: a command that does not read its stdin must not block us."""
+
+    def write() -> None:
+        try:
+            process.stdin.write(text.encode("utf-8"))
+            process.stdin.close()
+        except OSError:
+            pass  # the command ended without reading all of it, which is its right
+
+    threading.Thread(target=write, daemon=True).start()
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """The command and what it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        process.kill()
+
+
+def _wait(process: subprocess.Popen) -> int | None:
+    try:
+        return process.wait(timeout=1.0)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def printable(data: bytes) -> str:
+    """`data` as text: bytes that are no UTF-8 and control characters become visible escapes."""
+    text = data.decode("utf-8", "backslashreplace").replace("\r\n", "\n")
+    return "".join(c if c in "\n\t" or c.isprintable() else _escape(c) for c in text)
+
+
+def _escape(char: str) -> str:
+    code = ord(char)
+    width, letter = (2, "x") if code < 0x100 else (4, "u") if code < 0x10000 else (8, "U")
+    return f"\\{letter}{code:0{width}x}"
+
+
+def encode_plain(tokenizer: Any, text: str) -> list[int]:
+    """Tokens of `text` as data: what spells a special token in it stays text and cannot end a turn."""
+    plain = getattr(tokenizer, "_tokenizer", tokenizer)
+    ids = plain.encode(text, add_special_tokens=False, split_special_tokens=True)
+    return list(ids)

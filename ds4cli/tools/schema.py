@@ -1,0 +1,327 @@
+"""JSON Schema, the part that tool declarations use: checks a value, names what it does not check.
+
+A subset of draft 2020-12. Remote references and `format` are not checked; `unchecked()` names every
+other keyword that is neither checked nor a mere annotation, so that nothing is ignored silently.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+ANNOTATIONS = frozenset(
+    "$schema $id $comment $anchor title description default examples deprecated readOnly writeOnly "
+    "format nullable example strict x-guidance contentEncoding contentMediaType".split()
+)
+_SUBSCHEMA = ("items", "additionalProperties", "not", "contains", "propertyNames")
+_SUBSCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+MAX_DEPTH = 200
+
+
+class Invalid(ValueError):
+    """The value does not satisfy the schema; the text says where and why."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+_TYPES = {
+    "null": lambda v: v is None,
+    "boolean": lambda v: isinstance(v, bool),
+    "string": lambda v: isinstance(v, str),
+    "number": _is_number,
+    "integer": lambda v: _is_number(v) and float(v).is_integer(),
+    "array": lambda v: isinstance(v, list),
+    "object": lambda v: isinstance(v, dict),
+}
+
+
+def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
+    """The JSON types that `schema` can allow at its top; all of them when it does not say."""
+    root = schema if root is None else root
+    if not isinstance(schema, dict) or depth > MAX_DEPTH:
+        return frozenset(_TYPES)
+    allowed = frozenset(_TYPES)
+    declared = schema.get("type")
+    if declared is not None:
+        names = [declared] if isinstance(declared, str) else declared
+        allowed &= frozenset(names) | ({"integer"} if "number" in names else set())
+    for literal in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
+        if literal is not None:
+            allowed &= {t for t, is_type in _TYPES.items() if any(is_type(v) for v in literal)}
+    if "$ref" in schema and (target := resolve(root, schema["$ref"])) is not None:
+        allowed &= types_of(target, root, depth + 1)
+    for word in ("anyOf", "oneOf"):
+        if word in schema:
+            allowed &= frozenset().union(*(types_of(s, root, depth + 1) for s in schema[word]))
+    for part in schema.get("allOf", ()):
+        allowed &= types_of(part, root, depth + 1)
+    return allowed
+
+
+def resolve(root: Any, ref: str) -> Any:
+    """What a local `#/...` reference points at, None when it points nowhere or outside."""
+    if not isinstance(ref, str) or not ref.startswith("#"):
+        return None
+    node = root
+    for part in filter(None, ref[1:].split("/")):
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, list) and key.isdigit() and int(key) < len(node):
+            node = node[int(key)]
+        elif isinstance(node, dict) and key in node:
+            node = node[key]
+        else:
+            return None
+    return node
+
+
+def walk(schema: Any, path: str = "") -> Iterator[tuple[str, dict]]:
+    """Every sub-schema with its path, without following references."""
+    stack = [(path, schema)]
+    while stack:
+        where, node = stack.pop()
+        if not isinstance(node, dict):
+            continue
+        yield where, node
+        children = [(f"{where}.{w}", node[w]) for w in _SUBSCHEMA if w in node]
+        for word in _SUBSCHEMA_LISTS:
+            if isinstance(node.get(word), list):
+                children += [(f"{where}.{word}[{i}]", s) for i, s in enumerate(node[word])]
+        for word in _SUBSCHEMA_MAPS:
+            if isinstance(node.get(word), dict):
+                children += [(f"{where}.{word}.{key}", s) for key, s in node[word].items()]
+        stack.extend(reversed(children))
+
+
+def unchecked(schema: Any) -> list[str]:
+    """Paths of the keywords that `check` ignores and that are not annotations."""
+    known = ANNOTATIONS | set(_RULES) | set(_SUBSCHEMA_MAPS)
+    return [f"{where}.{word}".lstrip(".") for where, node in walk(schema) for word in node
+            if word not in known]  # fmt: skip
+
+
+def problems(schema: Any) -> list[tuple[str, str]]:
+    """(path, what is wrong) for each part of `schema` that is no schema at all."""
+    found = []
+    for where, node in walk(schema):
+        declared = node.get("type", [])
+        names = [declared] if isinstance(declared, str) else declared
+        if not isinstance(names, list) or any(n not in _TYPES for n in names):
+            found.append((f"{where}.type", f"unknown type `{json.dumps(declared)}`"))
+        found += [(f"{where}.{w}", "must be an object") for w in _SUBSCHEMA_MAPS
+                  if w in node and not isinstance(node[w], dict)]  # fmt: skip
+        found += [(f"{where}.{w}", "must be a list") for w in (*_SUBSCHEMA_LISTS, "enum", "required")
+                  if w in node and not isinstance(node[w], list)]  # fmt: skip
+        if "$ref" in node and resolve(schema, node["$ref"]) is None:
+            found.append((f"{where}.$ref", f"`{node['$ref']}` points nowhere in this schema"))
+        if "pattern" in node and not _compiles(node["pattern"]):
+            found.append((f"{where}.pattern", "is not a regular expression"))
+    return found
+
+
+def _compiles(pattern: Any) -> bool:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError):
+        return False
+    return True
+
+
+def check(value: Any, schema: Any, root: Any = None, where: str = "", depth: int = 0) -> None:
+    """Raise Invalid at the first place where `value` breaks `schema`."""
+    root = schema if root is None else root
+    if schema is True or schema == {}:
+        return
+    if schema is False:
+        raise Invalid(f"{where or 'value'} is not allowed")
+    if depth > MAX_DEPTH:
+        raise Invalid(f"{where or 'value'} is nested more than {MAX_DEPTH} levels deep")
+    for word, expected in schema.items():
+        rule = _RULES.get(word)
+        if rule is not None:
+            rule(value, expected, schema, root, where or "value", depth + 1)
+
+
+def is_valid(value: Any, schema: Any, root: Any, depth: int = 0) -> bool:
+    try:
+        check(value, schema, root, depth=depth)
+    except Invalid:
+        return False
+    return True
+
+
+def _same(a: Any, b: Any) -> bool:
+    """JSON equality: true is not 1."""
+    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True) or (
+        _is_number(a) and _is_number(b) and a == b
+    )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _type(value, expected, schema, root, where, depth):
+    names = [expected] if isinstance(expected, str) else expected
+    if not any(_TYPES[name](value) for name in names) and not (
+        value is None and schema.get("nullable") is True
+    ):
+        raise Invalid(f"{where} must be {' or '.join(names)}, got {_short(value)}")
+
+
+def _enum(value, expected, schema, root, where, depth):
+    known = value in expected if isinstance(value, str) else any(_same(value, o) for o in expected)
+    if not known:
+        raise Invalid(f"{where} must be one of {_short(expected)}, got {_short(value)}")
+
+
+def _const(value, expected, schema, root, where, depth):
+    _enum(value, [expected], schema, root, where, depth)
+
+
+def _properties(value, expected, schema, root, where, depth):
+    if isinstance(value, dict):
+        for key, sub in expected.items():
+            if key in value:
+                check(value[key], sub, root, f"{where}.{key}", depth)
+
+
+def _pattern_properties(value, expected, schema, root, where, depth):
+    for key in value if isinstance(value, dict) else ():
+        for pattern, sub in expected.items():
+            if re.search(pattern, key):
+                check(value[key], sub, root, f"{where}.{key}", depth)
+
+
+def _additional(value, expected, schema, root, where, depth):
+    for key in value if isinstance(value, dict) else ():
+        named = key in schema.get("properties", {}) or any(
+            re.search(p, key) for p in schema.get("patternProperties", {})
+        )
+        if named:
+            continue
+        if expected is False:
+            raise Invalid(f"{where} has no `{key}` in its schema")
+        check(value[key], expected, root, f"{where}.{key}", depth)
+
+
+def _required(value, expected, schema, root, where, depth):
+    missing = [key for key in expected if key not in value] if isinstance(value, dict) else []
+    if missing:
+        raise Invalid(f"{where} lacks {', '.join(f'`{key}`' for key in missing)}")
+
+
+def _items(value, expected, schema, root, where, depth):
+    if isinstance(value, list):
+        first = len(schema.get("prefixItems", ()))
+        for i, item in enumerate(value[first:], first):
+            check(item, expected, root, f"{where}[{i}]", depth)
+
+
+def _prefix_items(value, expected, schema, root, where, depth):
+    if isinstance(value, list):
+        for i, (item, sub) in enumerate(zip(value, expected, strict=False)):
+            check(item, sub, root, f"{where}[{i}]", depth)
+
+
+def _unique(value, expected, schema, root, where, depth):
+    if expected and isinstance(value, list):
+        texts = [json.dumps(item, sort_keys=True) for item in value]
+        if len(set(texts)) < len(texts):
+            raise Invalid(f"{where} repeats an item")
+
+
+def _contains(value, expected, schema, root, where, depth):
+    if isinstance(value, list) and not any(is_valid(v, expected, root, depth) for v in value):
+        raise Invalid(f"{where} has no item of the kind it must contain")
+
+
+def _size(kind, word, is_ok):
+    def rule(value, expected, schema, root, where, depth):
+        if isinstance(value, kind) and not is_ok(len(value), expected):
+            raise Invalid(f"{where} has length {len(value)}, {word} is {expected}")
+
+    return rule
+
+
+def _bound(word, is_ok):
+    def rule(value, expected, schema, root, where, depth):
+        if _is_number(value) and _is_number(expected) and not is_ok(value, expected):
+            raise Invalid(f"{where} is {_short(value)}, {word} is {expected}")
+
+    return rule
+
+
+def _multiple(value, expected):
+    quotient = value / expected
+    return math.isfinite(quotient) and abs(quotient - round(quotient)) < 1e-9
+
+
+def _pattern(value, expected, schema, root, where, depth):
+    if isinstance(value, str) and not re.search(expected, value):
+        raise Invalid(f"{where} does not match `{expected}`")
+
+
+def _any_of(value, expected, schema, root, where, depth):
+    if not any(is_valid(value, sub, root, depth) for sub in expected):
+        raise Invalid(f"{where} fits none of the {len(expected)} alternatives")
+
+
+def _one_of(value, expected, schema, root, where, depth):
+    count = sum(is_valid(value, sub, root, depth) for sub in expected)
+    if count != 1:
+        raise Invalid(f"{where} fits {count} of the alternatives, must fit exactly one")
+
+
+def _all_of(value, expected, schema, root, where, depth):
+    for sub in expected:
+        check(value, sub, root, where, depth)
+
+
+def _not(value, expected, schema, root, where, depth):
+    if is_valid(value, expected, root, depth):
+        raise Invalid(f"{where} is of a kind that is ruled out")
+
+
+def _ref(value, expected, schema, root, where, depth):
+    target = resolve(root, expected)
+    if target is not None:
+        check(value, target, root, where, depth)
+
+
+_RULES = {
+    "type": _type,
+    "enum": _enum,
+    "const": _const,
+    "properties": _properties,
+    "patternProperties": _pattern_properties,
+    "additionalProperties": _additional,
+    "required": _required,
+    "items": _items,
+    "prefixItems": _prefix_items,
+    "uniqueItems": _unique,
+    "contains": _contains,
+    "minLength": _size(str, "minLength", lambda n, limit: n >= limit),
+    "maxLength": _size(str, "maxLength", lambda n, limit: n <= limit),
+    "minItems": _size(list, "minItems", lambda n, limit: n >= limit),
+    "maxItems": _size(list, "maxItems", lambda n, limit: n <= limit),
+    "minProperties": _size(dict, "minProperties", lambda n, limit: n >= limit),
+    "maxProperties": _size(dict, "maxProperties", lambda n, limit: n <= limit),
+    "minimum": _bound("minimum", lambda v, limit: v >= limit),
+    "maximum": _bound("maximum", lambda v, limit: v <= limit),
+    "exclusiveMinimum": _bound("exclusiveMinimum", lambda v, limit: v > limit),
+    "exclusiveMaximum": _bound("exclusiveMaximum", lambda v, limit: v < limit),
+    "multipleOf": _bound("multipleOf", _multiple),
+    "pattern": _pattern,
+    "anyOf": _any_of,
+    "oneOf": _one_of,
+    "allOf": _all_of,
+    "not": _not,
+    "$ref": _ref,
+}
