@@ -136,9 +136,10 @@ def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parameter(name: str, option: Option) -> inspect.Parameter:
+    default = default_words(name)
     info = typer.Option(
         *flags(name, option),
-        help=option.help + _default_words(name, option),
+        help=option.help + (f" [dim]\\[{default}][/dim]" if default else ""),
         metavar=option.metavar,
         rich_help_panel=option.panel,
         show_default=False,
@@ -165,11 +166,11 @@ def long_flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _default_words(name: str, option: Option) -> str:
-    """The default for `--help`. Empty values and switches that are off need no words."""
-    value = option.unset or Settings.__dataclass_fields__[name].default
-    shown = isinstance(value, (str, int, float)) and value is not False
-    return f" [dim]\\[{value}][/dim]" if shown else ""
+def default_words(name: str) -> str:
+    """A setting's default in words; empty for empty values and for switches that are off."""
+    default = Settings.__dataclass_fields__[name].default
+    shown = isinstance(default, (str, int, float)) and default is not False
+    return OPTIONS[name].unset or (str(default) if shown else "")
 
 
 def resolve(

@@ -1,0 +1,114 @@
+"""README, configs and examples say what the code does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import tomli
+
+from ds4cli import cli, errors
+from ds4cli.settings import OPTIONS, Settings
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def section(title: str) -> str:
+    """The text of README under `## title`."""
+    return re.split(rf"^## {title}$", README, flags=re.M)[1].split("\n## ")[0]
+
+
+def tree() -> dict[str, str]:
+    """Path -> description, from README's file tree. Folders end with a slash."""
+    block = section("Files").split("```")[1].strip("\n")
+    found, folders = {}, []
+    for line in block.splitlines():
+        name, _, words = line.strip().partition("  ")
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders = folders[:depth]
+        found["".join(folders) + name] = words.strip()
+        if name.endswith("/"):
+            folders.append(name)
+    return found
+
+
+def is_listed(path: str, listed: dict[str, str]) -> bool:
+    """Listed itself, or inside a folder that is described as a whole; a subpackage's `__init__.py`
+    is described by its folder."""
+    folders = [path[: i + 1] for i, c in enumerate(path) if c == "/" and path[: i + 1] in listed]
+    inside = [other for other in listed if folders and other.startswith(folders[-1])]
+    return path in listed or len(inside) == 1 or path.endswith("/__init__.py")
+
+
+def test_the_file_tree_is_true():
+    """Guards: a reader looks for a file that is gone, or finds one that nobody explains."""
+    listed = tree()
+    folders = [ROOT / name for name in ("ds4cli", "configs", "examples", "tests")]
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    here = [path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts]
+    missing = [path for path in here if not is_listed(path, listed)]
+    gone = [path for path in listed if not (ROOT / path).exists()]
+    assert (missing, gone) == ([], [])
+    assert all(listed.values())
+
+
+def table_rows(title: str) -> dict[str, list[str]]:
+    """The rows of a section's table, by the first cell without backticks."""
+    rows = [line.strip("|").split(" | ") for line in section(title).splitlines() if line[:1] == "|"]
+    return {row[0].strip(" `"): [cell.strip() for cell in row[1:]] for row in rows[2:]}
+
+
+def test_the_table_of_settings_is_true():
+    """Guards: a flag or default in README that the program does not have."""
+    rows = table_rows("Settings")
+    assert list(rows) == [name for name in OPTIONS if name not in cli.WITHOUT_OPTION]
+    for name, (spellings, default, words) in rows.items():
+        assert spellings == ", ".join(f"`{flag}`" for flag in cli.flags(name, OPTIONS[name]))
+        assert (default, words) == (cli.default_words(name) or "-", OPTIONS[name].help)
+
+
+def test_the_table_of_exit_codes_is_true():
+    """Guards: a script relies on a code that no error has."""
+    found = {kind.exit_code for kind in vars(errors).values() if isinstance(kind, type)}
+    assert {int(code) for code in table_rows("Prompts, output, exit codes")} == found | {0}
+
+
+def test_the_default_config_equals_the_defaults():
+    """Guards: copying a line of the template changes a setting."""
+    text = (ROOT / "configs" / "default.toml").read_text(encoding="utf-8")
+    values = tomli.loads(text)
+    defaults = asdict(Settings())
+    given = {name: list(v) if isinstance(v, tuple) else v for name, v in defaults.items()}
+    assert values == {name: value for name, value in given.items() if value is not None}
+    assert all(re.search(rf"^(# )?{name} =", text, re.M) for name in OPTIONS)
+
+
+def test_commands_in_readme_exist():
+    """Guards: an example with a flag that was renamed."""
+    flags = {f for n, o in OPTIONS.items() for s in cli.flags(n, o) for f in s.split("/")}
+    own = {"--json", "--config", "--profile", "--no-config", "--show-config", "--debug"}
+    used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
+    assert used <= flags | own
+
+
+@pytest.mark.parametrize("name", ["settings.toml"])
+def test_example_settings_are_read(name):
+    """Guards: an example with a key that no longer exists."""
+    from ds4cli.settings import read_config
+
+    assert read_config(ROOT / "examples" / name).profiles
+
+
+def test_the_python_example_runs(hybrid_folder):
+    """Guards: the first program a reader copies fails."""
+    script = str(ROOT / "examples" / "go_back.py")
+    done = subprocess.run(
+        [sys.executable, script, str(hybrid_folder)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "0 model calls" in done.stdout

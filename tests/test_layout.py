@@ -1,0 +1,122 @@
+"""The shape of the package: which module may import which, and how long a function may be."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "ds4cli"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+# Bottom to top. A module or subpackage imports from lower rows only; a new one needs a place here.
+LAYERS = (
+    ("errors",),
+    ("settings",),
+    ("blas", "rewind", "text", "reasoning", "rebind", "storage"),
+    ("dialogue", "delta", "caches", "sampling"),
+    ("transcript", "tape", "heads"),
+    ("journal",),
+    ("horizon",),
+    ("timeline",),
+    ("drafters", "capabilities", "tools", "loading"),
+    ("session",),
+    ("engine",),
+    ("terminal",),
+    ("generate", "chat", "batch", "bench"),
+    ("cli",),
+    ("__init__", "__main__"),
+)
+RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+WITHOUT_MLX = (
+    "errors.py",
+    "settings.py",
+    "rewind.py",
+    "text.py",
+    "reasoning.py",
+    "transcript.py",
+    "dialogue.py",
+    "journal.py",
+    "terminal.py",
+    "generate.py",
+    "cli.py",
+    "tools/parse.py",
+    "tools/formats.py",
+    "tools/declared.py",
+)
+MAX_FUNCTION_LINES = 60
+
+
+def name_of(path: Path) -> str:
+    """`ds4cli/caches/plain.py` -> `caches/plain.py`."""
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def top(path: Path) -> str:
+    """The module or subpackage of ds4cli that a file belongs to."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def imports(tree: ast.AST) -> list[str]:
+    """Dotted names that the code imports when it runs, at its top or inside functions."""
+    found = []
+    for node in ast.iter_child_nodes(tree):
+        if is_type_checking(node):
+            continue
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        found += imports(node)
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_imports_point_down(path):
+    """Guards: a cycle, or engine code that comes to depend on a command."""
+    assert top(path) in RANKS, f"give {top(path)} its place in LAYERS"
+    for name in imports(ast.parse(path.read_text(encoding="utf-8"))):
+        package, _, rest = name.partition(".")
+        target = rest.partition(".")[0]
+        if package == "ds4cli" and target in RANKS and target != top(path):
+            assert RANKS[target] < RANKS[top(path)], f"{name_of(path)} imports {name}"
+
+
+@pytest.mark.parametrize("name", [n for n in WITHOUT_MLX if (PACKAGE / n).exists()])
+def test_pure_modules_import_no_mlx(name):
+    """Guards: logic that is tested without a model starts to need one, or `--help` to load MLX."""
+    tree = ast.parse((PACKAGE / name).read_text(encoding="utf-8"))
+    at_import = ast.Module([n for n in tree.body if not is_function(n)], [])
+    found = [i for i in imports(at_import) if i.partition(".")[0] in ("mlx", "mlx_lm")]
+    assert found == []
+
+
+def is_function(node: ast.AST) -> bool:
+    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_functions_are_short(path):
+    """Guards: a function that nobody can hold in their head."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = node.end_lineno - node.lineno + 1
+            assert lines <= MAX_FUNCTION_LINES, f"{node.name} has {lines} lines"
+
+
+def test_public_names():
+    """Guards: a name that outside code imports disappears."""
+    import ds4cli
+
+    assert {ds4cli.Engine.__name__, ds4cli.Session.__name__, ds4cli.Settings.__name__} == {
+        "Engine",
+        "Session",
+        "Settings",
+    }
+    with pytest.raises(AttributeError):
+        ds4cli.nothing  # noqa: B018
