@@ -33,6 +33,11 @@ def name() -> str:
     return _loaded or "mlx's own"
 
 
+def notices() -> list[str]:
+    """What a Linux user should know; nothing elsewhere."""
+    return [f"BLAS on the CPU: {name()}"] if sys.platform == "linux" else []
+
+
 def _candidates() -> Iterator[str]:
     choice = settings.variable("BLAS")
     if choice is not None:

@@ -166,8 +166,7 @@ def load_engine(settings: Settings, *, quiet: bool = False, verbose: bool = Fals
         engine = _engine_class().load(**_fields(settings))
     if verbose:
         terminal.note(f"loaded {settings.model} in {time.perf_counter() - begin:.1f} s")
-        notices = [f"BLAS: {blas.name()}", *engine.notices, *str(engine.capabilities).splitlines()]
-        for line in notices:
+        for line in [*blas.notices(), *engine.notices, *str(engine.capabilities).splitlines()]:
             terminal.note(line)
     return engine
 

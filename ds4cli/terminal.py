@@ -193,7 +193,9 @@ def stats_line(stats: Stats, peak_bytes: int) -> str:
 
 
 def _rate(tokens: int, seconds: float) -> str:
-    return f"{tokens / seconds:,.1f} tok/s" if seconds > 0 else "- tok/s"
+    """Three digits are all that a measurement is good for."""
+    rate = tokens / seconds if seconds > 0 else 0
+    return f"{rate:,.0f} tok/s" if rate >= 100 else f"{rate:.1f} tok/s"
 
 
 def _acceptance(stats: Stats) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import tomli
 from fake_engine import FakeEngine, FakeSession
+from rich.console import Console
 from typer.testing import CliRunner
 
 from ds4cli import generate, terminal
@@ -276,6 +277,20 @@ def test_a_terminal_gets_no_control_characters():
     """Guards: a reply moves the cursor or changes the title of the user's terminal."""
     assert terminal.printable("a\x1b[2Jb\x07\r\tc\n\x9b", Terminal()) == "a[2Jb\tc\n"
     assert terminal.printable("a\x1b[2J", io.StringIO()) == "a\x1b[2J"
+
+
+@pytest.mark.parametrize("animated", [True, False])
+def test_prefill_progress_on_a_terminal_only(monkeypatch, animated):
+    """Guards: a long prompt looks like a hang, or a log fills with bars."""
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=100)
+    monkeypatch.setattr(terminal, "err", console)
+    monkeypatch.setattr(terminal, "is_animated", lambda: animated)
+    monkeypatch.setattr(terminal.PrefillBar, "DELAY_S", 0)
+    with terminal.PrefillBar(show=True) as bar:
+        for done in (64, 128, 256):
+            bar(done, 256)
+    assert ("256/256" in stream.getvalue()) is animated
 
 
 # --- how it ends --------------------------------------------------------------------------------

@@ -1,0 +1,190 @@
+"""The command with real, tiny models: in this process where that is enough, else in its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pexpect
+import pytest
+from folder import save_folder
+from typer.testing import CliRunner
+
+from ds4cli.cli import app
+
+COMMAND = [sys.executable, "-m", "ds4cli", "generate"]
+# Long enough that the reply cannot be complete when the test acts on it.
+ENDLESS = ["-n", "-1", "--logit-bias", "258=-1000"]
+
+
+def run(*args, stdin=""):
+    return CliRunner().invoke(app, ["generate", *map(str, args)], input=stdin)
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+@pytest.mark.parametrize("temp", ["0", "0.8"])
+def test_a_hybrid_speculates_and_nothing_changes(hybrid_folder, drafter, temp):
+    """Guards: the command's text depends on the drafter, or its numbers do not add up."""
+    args = ["-m", hybrid_folder, "-n", 40, "--seed", 3, "--temp", temp, "--json", "ab ab ab ab"]
+    found = json.loads(run(*args, "--drafter", drafter).stdout)
+    plain = json.loads(run(*args, "--speculate", "never").stdout)
+    assert (found["text"], found["finish_reason"]) == (plain["text"], plain["finish_reason"])
+    usage = found["usage"]
+    assert usage == plain["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert found["speculative"]["drafter"] == drafter
+    assert found["timings"]["predicted_n"] == usage["completion_tokens"]
+
+
+def test_streamed_and_whole_text_agree(model_folder):
+    """Guards: streaming splits a character, or `--no-stream` prints another text."""
+    args = ["-m", model_folder, "-n", 60, "--temp", "1", "Hello"]
+    streamed = run(*args)
+    assert streamed.exit_code == 0 and streamed.stdout.endswith("\n")
+    assert streamed.stdout == run(*args, "--no-stream").stdout
+    assert streamed.stdout[:-1] == json.loads(run(*args, "--json").stdout)["text"]
+
+
+def test_a_draft_model_changes_nothing(model_folder, hybrid_folder):
+    """Guards: a draft of another architecture is refused, or changes the text."""
+    args = ["-m", hybrid_folder, "-n", 30, "--json", "Hello"]
+    drafted = json.loads(run(*args, "--draft-model", model_folder).stdout)
+    assert drafted["speculative"]["drafter"] == "model"
+    assert drafted["text"] == json.loads(run(*args, "--drafter", "none").stdout)["text"]
+
+
+def broken_folders(tmp_path, model_folder):
+    """Folders that are almost models, by what is wrong with them."""
+    places = {name: tmp_path / name for name in ("empty", "other", "alien", "weightless")}
+    places["empty"].mkdir()
+    for name in ("other", "alien", "weightless"):
+        shutil.copytree(model_folder, places[name])
+    (places["weightless"] / "model.safetensors").unlink()
+    config = json.loads((places["alien"] / "config.json").read_text())
+    (places["alien"] / "config.json").write_text(json.dumps({**config, "model_type": "alien"}))
+    tokenizer = json.loads((places["other"] / "tokenizer.json").read_text())
+    swap = tokenizer["model"]["vocab"]
+    swap["a"], swap["b"] = swap["b"], swap["a"]
+    (places["other"] / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return places
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["-m", "{empty}"], "not a model folder"),
+        (["-m", "{alien}"], "alien"),
+        (["-m", "{weightless}"], "no weights"),
+        (["-m", "{model}", "--draft-model", "{other}"], "another tokenizer"),
+        (["-m", "./missing"], "no model folder `./missing`"),
+        (["-m", "owner/name", "--offline"], "not on this machine"),
+    ],
+)
+def test_models_that_cannot_be_used(tmp_path, model_folder, args, message):
+    """Guards: a traceback of mlx-lm, or weights read before the mistake is found."""
+    places = broken_folders(tmp_path, model_folder)
+    words = [word.format(model=model_folder, **places) for word in args]
+    result = run(*words, "hi")
+    assert result.exit_code == 2 and message in result.stderr and result.stdout == ""
+    assert "Traceback" not in result.stderr and len(result.stderr.splitlines()) <= 2
+
+
+def test_a_prompt_longer_than_the_context(tmp_path):
+    """Guards: a prompt that does not fit is cut, or the message says only one number."""
+    folder = save_folder(tmp_path / "short", "llama", max_position_embeddings=64)
+    result = run("-m", folder, "x" * 100)
+    assert result.exit_code == 2 and "`64`" in result.stderr
+    reply = json.loads(run("-m", folder, "-n", "-1", "--json", "x").stdout)
+    assert reply["usage"]["total_tokens"] <= 64 and reply["finish_reason"] in ("length", "stop")
+
+
+def test_a_model_without_a_template(tmp_path):
+    """Guards: base models are refused."""
+    folder = save_folder(tmp_path / "base", "llama", template=None)
+    assert run("-m", folder, "-n", "4", "hi").exit_code == 0
+
+
+# --- in a process of its own ----------------------------------------------------------------------
+
+
+def start(folder, *args, **options):
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    command = [*COMMAND, "-m", str(folder), *ENDLESS, *args, "hi"]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, text=False, **options)
+
+
+def test_ctrl_c_stops_prints_and_exits_130(model_folder):
+    """Guards: Ctrl-C ends in a traceback, loses the text, or does nothing while decoding."""
+    process = start(model_folder)
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, b"")
+    assert first + out and (first + out).endswith(b"\n")
+
+
+def test_a_reader_that_leaves(model_folder):
+    """Guards: `ds4cli ... | head` prints a traceback, or goes on generating for nobody."""
+    process = start(model_folder)
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(timeout=60) == 1
+    assert process.stderr.read() == b""
+    process.stderr.close()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_a_full_disk(model_folder):
+    """Guards: a reply that was not written looks like success, or ends in a traceback."""
+    with open("/dev/full", "wb") as full:
+        process = start(model_folder, stdout=full)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.decode().startswith("error: cannot write the output: no space left")
+    assert len(err.splitlines()) == 1
+
+
+# A model call that takes long, inside which the second Ctrl-C must be seen.
+STUCK = """
+import time
+from ds4cli.terminal import Interrupts
+with Interrupts() as interrupted:
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_ctrl_c_leaves_at_once():
+    """Guards: a model call of a minute cannot be left."""
+    process = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE)
+    process.stdout.readline()
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    assert process.wait(timeout=10) == 130
+    process.stdout.close()
+
+
+def test_on_a_terminal(model_folder):
+    """Guards: nothing tells the user that a prompt is missing; the reply shows no control codes."""
+    child = pexpect.spawn(COMMAND[0], [*COMMAND[1:], "-m", str(model_folder)], timeout=60)
+    child.expect("no prompt")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 2
+
+
+def test_help_is_fast():
+    """Guards: an import that makes every mistyped flag cost seconds."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([*COMMAND, "--help"], stdout=subprocess.DEVNULL, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Processor time: on a busy machine the wall clock measures the other programs.
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert used < 0.4
