@@ -275,3 +275,63 @@ def generate(
         verbose=verbose or debug,
     )
     raise typer.Exit(task.run(request, resolved.settings))
+
+
+@app.command()
+@with_settings
+def chat(
+    resume: Annotated[
+        bool, typer.Option("--continue", "-c", help="Go on with the latest session.")
+    ] = False,
+    session: Annotated[
+        str | None, typer.Option(help="Keep the chat under this name, or go on with it.")
+    ] = None,
+    with_cache: Annotated[
+        bool,
+        typer.Option("--with-cache", help="Keep the model's state too: nothing is read again."),
+    ] = False,
+    no_save: Annotated[bool, typer.Option("--no-save", help="Keep no session file.")] = False,
+    no_history: Annotated[bool, typer.Option("--no-history", help="Keep no typed lines.")] = False,
+    drop_reasoning: Annotated[
+        bool,
+        typer.Option("--drop-reasoning", help="Take reasoning out of earlier turns."),
+    ] = False,
+    single: Annotated[
+        bool, typer.Option("--single", help="All of standard input is one message.")
+    ] = False,
+    no_markdown: Annotated[
+        bool,
+        typer.Option("--no-markdown", help="Show replies as they are.", rich_help_panel=OUTPUT),
+    ] = False,
+    config: Config = None,
+    no_config: NoConfig = False,
+    profile: Profile = None,
+    show: ShowConfig = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    debug: Debug = False,
+    **given: Any,
+) -> None:
+    """Talk in the terminal, and go back: /undo, /edit, /retry, /branch."""
+    resolved = resolve(given, config, no_config, profile)
+    if show:
+        return show_config(resolved)
+    refuse_both(quiet=quiet, verbose=verbose)
+    from ds4cli import chat as task
+    from ds4cli import generate
+
+    request = task.Request(
+        resume=resume,
+        name=session,
+        with_cache=with_cache,
+        save=not no_save,
+        history=not no_history,
+        single=single,
+        markdown=not no_markdown,
+        drop_reasoning=drop_reasoning,
+        quiet=quiet,
+    )
+    tools = generate.read_tools(resolved.settings.tools)
+    chosen = task.settings_for(request, resolved.settings, resolved.origins["model"] != "default")
+    engine = generate.load_engine(chosen, quiet=quiet, verbose=verbose or debug)
+    raise typer.Exit(task.run(engine, request, chosen, tools))

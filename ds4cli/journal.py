@@ -106,7 +106,7 @@ def read(path: Path) -> Stored:
         good = good[:-1]
     nbytes = sum(len(line) + 1 for line in good)
     header = _header(path, good)
-    transcript = _replayed(path, good[1:])
+    transcript = _replayed(path, good[1:], header)
     torn = len(data) - nbytes
     notice = f"the last line of `{path.name}` is torn: left out ({torn} bytes)" if torn else None
     return Stored(header, transcript, nbytes, notice)
@@ -131,12 +131,16 @@ def _header(path: Path, lines: Sequence[bytes]) -> Record:
     return header
 
 
-def _replayed(path: Path, lines: Sequence[bytes]) -> Transcript:
+def _replayed(path: Path, lines: Sequence[bytes], header: Record) -> Transcript:
+    """Carry out all records; one with a fingerprint brings the header up to date."""
     named: dict[str, Line] = {}
     current = MAIN
     for number, raw in enumerate(lines, 2):
         try:
             record = json.loads(raw)
+            if "fingerprint" in record:
+                header.update(record)
+                continue
             current = record["branch"]
             apply(named, record)
         except (ValueError, KeyError, TypeError) as error:
@@ -151,7 +155,8 @@ class Journal:
     path: Path
     _written: dict[str, Line] = field(default_factory=dict)
     _current: str = ""
-    _file: Any = None
+    _file: int = -1
+    _nbytes: int = 0  # of the whole records in the file
 
     @classmethod
     def create(cls, path: Path, header: Record) -> Journal:
@@ -164,25 +169,25 @@ class Journal:
     @classmethod
     def resume(cls, path: Path, stored: Stored) -> Journal:
         """Go on with a file that was read; a torn end is cut off."""
-        journal = cls(path, dict(stored.transcript.named), stored.transcript.name)
-        journal._written[stored.transcript.name] = stored.transcript.line
+        transcript = stored.transcript
+        journal = cls(path, {**transcript.named, transcript.name: transcript.line}, transcript.name)
         journal._open(0)
-        journal._file.truncate(stored.nbytes)
-        journal._file.seek(0, os.SEEK_END)
+        journal._nbytes = stored.nbytes
+        os.ftruncate(journal._file, stored.nbytes)
         return journal
 
     def _open(self, flags: int) -> None:
+        flags |= os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
         try:
-            descriptor = os.open(self.path, os.O_RDWR | flags, 0o600)
+            self._file = os.open(self.path, flags, 0o600)
         except FileExistsError:
             raise UsageError(f"there is a session `{self.path.stem}` already") from None
         except OSError as error:
             raise StateError(f"cannot write session `{self.path}`: {_reason(error)}") from None
-        self._file = os.fdopen(descriptor, "rb+")
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self._file.close()
+            self.close()
             raise StateError(
                 f"session `{self.path.stem}` is open in another chat", "close it there first"
             ) from None
@@ -197,20 +202,31 @@ class Journal:
         self._written = {**transcript.named, transcript.name: transcript.line}
         self._current = transcript.name
 
+    def retitle(self, header: Record) -> None:
+        """From here on the tokens are those of another model."""
+        self._append([header])
+
     def _append(self, records: Sequence[Record]) -> None:
-        if not records:
-            return
+        """Write all records and sync them, or leave the file as it was."""
         text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        data = memoryview(text.encode("utf-8", "surrogatepass"))
+        if not data:
+            return
         try:
-            self._file.write(text.encode("utf-8", "surrogatepass"))
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            written = 0
+            while written < len(data):
+                written += os.write(self._file, data[written:])
+            os.fsync(self._file)
         except OSError as error:
+            os.ftruncate(self._file, self._nbytes)
             raise StateError(f"cannot write session `{self.path}`: {_reason(error)}") from None
+        self._nbytes += written
 
     def close(self) -> None:
         """Give the file back to other chats. Nothing is left to write."""
-        self._file.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
     def __enter__(self) -> Journal:
         return self

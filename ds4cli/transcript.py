@@ -131,15 +131,16 @@ class Transcript:
 
     # -- forward ----------------------------------------------------------------------------------
 
-    def say(self, *turns: Turn, head: tuple[int, ...] | None = None) -> None:
-        """Add turns. What could have been redone becomes an unnamed branch."""
-        line = self.line if head is None else replace(self.line, head=head)
-        self.line = line.plus(*turns)
+    def say(self, line: Line) -> None:
+        """Go on with `line`, which adds turns. What could have been redone becomes a branch."""
+        self.line = line
         self._keep_dropped()
 
-    def replace_last(self, turn: Turn) -> None:
-        """The last turn went on, or was changed in place."""
-        self.line = self.line.upto(len(self.line.turns) - 1).plus(turn)
+    def copy(self) -> Transcript:
+        """As it is now: lines never change, so this is cheap."""
+        return replace(
+            self, named=dict(self.named), redo=list(self.redo), dropped=dict(self.dropped)
+        )
 
     def _keep_dropped(self) -> None:
         kept: list[Line] = []

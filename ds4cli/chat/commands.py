@@ -1,0 +1,463 @@
+"""The slash commands. To add one, write a function here and decorate it with `command`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from ds4cli import settings, terminal
+from ds4cli.chat import editor, shelf
+from ds4cli.errors import UsageError
+from ds4cli.settings import OPTIONS, SAMPLING
+from ds4cli.transcript import Line, Turn
+
+if TYPE_CHECKING:
+    from ds4cli.chat import Chat
+
+# Settings that may change while a model is loaded.
+SETTABLE = (
+    *(name for name, option in OPTIONS.items() if option.panel == SAMPLING),
+    "think",
+    "hide_reasoning",
+    "stats",
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One slash command. completes: what Tab offers behind its name."""
+
+    name: str
+    usage: str
+    help: str
+    run: Callable[[Chat, str], None]
+    aliases: tuple[str, ...] = ()
+    completes: str = ""
+
+
+COMMANDS: dict[str, Command] = {}
+
+
+def command(
+    usage: str, *aliases: str, completes: str = ""
+) -> Callable[[Callable[[Chat, str], None]], Callable[[Chat, str], None]]:
+    """Register a command. usage: its name and arguments; the docstring is its help."""
+
+    def register(run: Callable[[Chat, str], None]) -> Callable[[Chat, str], None]:
+        name = usage.split()[0]
+        COMMANDS[name] = Command(name, usage, inspect.getdoc(run), run, aliases, completes)
+        return run
+
+    return register
+
+
+def find(name: str) -> Command | None:
+    """A command by its name or an alias."""
+    return COMMANDS.get(name) or next((c for c in COMMANDS.values() if name in c.aliases), None)
+
+
+def is_command(text: str) -> bool:
+    """Whether text is for us. `//x` is not, nor is pasted text that begins with a path."""
+    if not text.startswith("/") or text.startswith("//"):
+        return False
+    return "\n" not in text.rstrip("\n") or find(_split(text)[0]) is not None
+
+
+def run(chat: Chat, text: str) -> None:
+    """Carry out one command line. UsageError for an unknown name."""
+    name, argument = _split(text)
+    found = find(name)
+    if found is None:
+        hint = settings.nearest(name, [f"/{known}" for known in COMMANDS]) or "see /help"
+        raise UsageError(
+            f"unknown command `/{name}`", f"{hint} To send this as a message, begin it with `//`."
+        )
+    found.run(chat, argument)
+
+
+def _split(text: str) -> tuple[str, str]:
+    name, *rest = text[1:].split(maxsplit=1)[:2] if text[1:].strip() else [""]
+    return name, rest[0].strip() if rest else ""
+
+
+def complete(chat: Chat, text: str) -> tuple[list[str], int]:
+    """Candidates for Tab behind `text`, and how many characters of it they replace."""
+    if not text.startswith("/") or "\n" in text:
+        return [], 0
+    name, space, argument = text[1:].partition(" ")
+    if not space:
+        return [f"/{n}" for n in sorted(COMMANDS) if n.startswith(name)], len(text)
+    found = find(name)
+    offers = _OFFERS.get(found.completes) if found else None
+    words = offers(chat, argument) if offers else []
+    return [word for word in words if word.startswith(argument)], len(argument)
+
+
+def _paths(chat: Chat, argument: str) -> list[str]:
+    folder, slash, _ = argument.rpartition("/")
+    try:
+        children = sorted(Path(folder + slash or ".").expanduser().iterdir())
+    except OSError:
+        return []
+    return [folder + slash + p.name + ("/" if p.is_dir() else "") for p in children]
+
+
+_OFFERS: dict[str, Callable[[Any, str], list[str]]] = {
+    "path": _paths,
+    "turn": lambda chat, _: [str(i) for i in range(1, len(chat.line.turns) + 1)],
+    "branch": lambda chat, _: list(chat.conversation.transcript.branches()),
+    "session": lambda chat, _: shelf.names(),
+    "setting": lambda chat, _: list(SETTABLE),
+    "command": lambda chat, _: sorted(COMMANDS),
+}
+
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+def _number(argument: str, default: int) -> int:
+    if not argument:
+        return default
+    if not argument.isdecimal():
+        raise UsageError(f"`{argument}` is not a number")
+    return int(argument)
+
+
+def _refuse(argument: str) -> None:
+    if argument:
+        raise UsageError(f"this command takes no `{argument}`", "see /help")
+
+
+# -- going back -----------------------------------------------------------------------------------
+
+
+@command("undo [n]")
+def undo(chat: Chat, argument: str) -> None:
+    """Take back the last n exchanges, your message with its reply. 1 by default."""
+    line = chat.line.upto(chat.line.exchange(_number(argument, 1)) - 1)
+    chat.move(lambda watch: chat.conversation.go_back(line, watch))
+
+
+@command("redo")
+def redo(chat: Chat, argument: str) -> None:
+    """Undo the latest /undo, /rewind, /edit, /clear or /system."""
+    _refuse(argument)
+    chat.move(chat.conversation.redo)
+
+
+@command("retry [turn]", "regen", completes="turn")
+def retry(chat: Chat, argument: str) -> None:
+    """Let the model write a reply again, the last one by default. Later turns are dropped."""
+    number = _number(argument, len(chat.line.turns))
+    if not chat.line.turns:
+        raise UsageError("there is no reply to retry yet")
+    if chat.settings.temp == 0:
+        terminal.note("at temperature 0 the reply will be the same: /set temp 0.8, or /edit")
+    before = chat.conversation.transcript.copy()
+    with chat.watching() as watch:
+        report, attempt = chat.conversation.retry(number, watch)
+    chat.print_move(report)
+    chat.reply(attempt)
+    if not chat.line.turns[-1].is_reply:
+        chat.conversation.transcript = before
+        chat.conversation.record()
+        chat.note("stopped before the first word: the reply before it stays")
+
+
+@command("edit [turn] [text]", completes="turn")
+def edit(chat: Chat, argument: str) -> None:
+    """Change a turn in your editor, the last message by default; 0 is the system text.
+
+    A changed message is sent again. A changed reply keeps its other words as they were sampled,
+    and /continue goes on from there. Later turns are dropped; /redo brings them back.
+    """
+    first, _, text = argument.partition(" ")
+    number = _number(first, chat.line.last("user"))
+    if number == 0 and first:
+        return system(chat, text or editor.edit(chat.line.system or "") or "")
+    turn = chat.line.turn(number)
+    old = chat.conversation.rawText(turn) if turn.is_reply else turn.content
+    new = text.strip() or editor.edit(old)
+    if not new or new == old:
+        return chat.note("nothing changed")
+    before = chat.line.upto(number - 1)
+    if turn.is_reply:
+        _edit_reply(chat, before, turn, new)
+    else:
+        chat.note(_dropping(chat.line, number))
+        chat.send(new, after=before)
+
+
+def _edit_reply(chat: Chat, before: Line, turn: Turn, text: str) -> None:
+    conversation = chat.conversation
+    edited = conversation.scribe.edit_reply(turn, text, turn.content)
+    answer = conversation.answerText(before, edited.tokens)
+    edited = replace(edited, content=answer, finish_reason="edited")
+    chat.move(lambda watch: conversation.go_back(before.plus(edited), watch))
+    chat.note("/continue goes on from here")
+
+
+def _dropping(line: Line, number: int) -> str:
+    later = len(line.turns) - number
+    return f"turn {number} is sent again" + (f"; {later} later turns are dropped" if later else "")
+
+
+@command("rewind <turn>", completes="turn")
+def rewind(chat: Chat, argument: str) -> None:
+    """Go back to the end of a turn; a message comes back into the input line."""
+    if not argument:
+        raise UsageError("to which turn?", "/turns lists them")
+    number = _number(argument, 0)
+    if number == 0:
+        return clear(chat, "")
+    turn = chat.line.turn(number)
+    line = chat.line.upto(number if turn.is_reply else number - 1)
+    chat.move(lambda watch: chat.conversation.go_back(line, watch))
+    if turn.role == "user":
+        chat.draft = turn.content
+
+
+@command("continue")
+def go_on(chat: Chat, argument: str) -> None:
+    """Go on with a reply that was cut, interrupted or edited. Nothing is read again."""
+    _refuse(argument)
+    turns = chat.line.turns
+    if not turns or not turns[-1].is_cut:
+        raise UsageError("the last reply is complete" if turns else "there is no reply yet")
+    chat.conversation.check_room(chat.line)
+    chat.reply()
+
+
+@command("clear", "new", "reset")
+def clear(chat: Chat, argument: str) -> None:
+    """Begin again behind the system text. /redo brings the conversation back."""
+    _refuse(argument)
+    chat.move(lambda watch: chat.conversation.go_back(chat.line.upto(0), watch))
+
+
+# -- branches -------------------------------------------------------------------------------------
+
+
+@command("branch [name]")
+def branch(chat: Chat, argument: str) -> None:
+    """Go on in a new branch; the conversation so far also stays under its own name."""
+    old = chat.conversation.transcript.name
+    name = chat.conversation.transcript.branch(argument or None)
+    chat.conversation.record()
+    chat.note(f"on branch `{name}`; /switch {old} goes back")
+
+
+@command("branches")
+def branches(chat: Chat, argument: str) -> None:
+    """List the branches. `~1` and the like were dropped; they last until you leave."""
+    _refuse(argument)
+    transcript = chat.conversation.transcript
+    table = _table("", "branch", "turns", "tokens", "last")
+    for name, line in transcript.branches().items():
+        last = _excerpt(line.turns[-1].content) if line.turns else ""
+        mark = "*" if name == transcript.name else ""
+        table.add_row(mark, name, str(len(line.turns)), f"{len(line.tokens):,}", Text(last))
+    terminal.err.print(table)
+
+
+@command("switch <branch>", completes="branch")
+def switch(chat: Chat, argument: str) -> None:
+    """Go on with another branch."""
+    if not argument:
+        raise UsageError("to which branch?", "/branches lists them")
+    chat.move(lambda watch: chat.conversation.switch(argument, watch))
+    chat.note(f"on branch `{chat.conversation.transcript.name}`")
+
+
+# -- looking --------------------------------------------------------------------------------------
+
+
+@command("turns [turn]", "history", completes="turn")
+def turns(chat: Chat, argument: str) -> None:
+    """List the turns with their token positions, or show one turn in full."""
+    line = chat.line
+    if argument:
+        number = _number(argument, 0)
+        text = (line.system or "") if number == 0 else line.turn(number).content
+        return terminal.err.print(terminal.printable(text, sys.stderr), markup=False)
+    table = _table("turn", "role", "tokens", "", "text")
+    table.add_row("0", "system", _span(line, 0), "", Text(_excerpt(line.system or "")))
+    for number, turn in enumerate(line.turns, 1):
+        reason = turn.finish_reason if turn.is_cut else ""
+        table.add_row(
+            str(number), turn.role, _span(line, number), reason, Text(_excerpt(turn.content))
+        )
+    terminal.err.print(table)
+
+
+def _span(line: Line, number: int) -> str:
+    begin, end = line.span(number)
+    return f"{begin:,}-{end:,}"
+
+
+def _excerpt(text: str) -> str:
+    words = " ".join(text.split())
+    return terminal.printable(words[:59] + "…" if len(words) > 60 else words, sys.stderr)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for name in columns:
+        table.add_column(Text(name), overflow="fold")
+    return table
+
+
+@command("stats")
+def stats(chat: Chat, argument: str) -> None:
+    """Print what this chat has read, written, guessed and taken back so far."""
+    _refuse(argument)
+    chat.start_counting()
+    table = _table("", "")
+    for name, value in chat.totals.items():
+        shown = f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
+        table.add_row(name.replace("_", " "), shown)
+    terminal.err.print(table)
+    terminal.err.print(str(chat.conversation.engine.capabilities), markup=False, highlight=False)
+
+
+@command("raw [on|off]")
+def raw(chat: Chat, argument: str) -> None:
+    """Print the last reply unrendered, for copying; `on` shows all replies like that."""
+    if argument in ("on", "off"):
+        chat.markdown = argument == "off"
+        return chat.note(f"Markdown is {'on' if chat.markdown else 'off'}")
+    _refuse(argument)
+    number = chat.line.last("assistant")
+    if not number:
+        raise UsageError("there is no reply yet")
+    text = chat.line.turn(number).content
+    sys.stdout.write(terminal.printable(text, sys.stdout) + "\n")
+    sys.stdout.flush()
+
+
+# -- changing -------------------------------------------------------------------------------------
+
+
+@command("system [text]")
+def system(chat: Chat, argument: str) -> None:
+    """Print or replace the system text. The conversation stays, and is read again below it."""
+    if not argument:
+        return terminal.err.print(chat.line.system or "(no system text)", markup=False)
+    line = chat.conversation.scribe.with_system(chat.line, argument)
+    chat.conversation.check_room(line)
+    if len(line.tokens) > 2048:
+        chat.note(f"reading {len(line.tokens):,} tokens again")
+    chat.move(lambda watch: chat.conversation.go_back(line, watch))
+
+
+@command("set [name [value]]", completes="setting")
+def set_(chat: Chat, argument: str) -> None:
+    """Print or change settings; from the next reply on."""
+    name, _, text = argument.partition(" ")
+    name = name.replace("-", "_")
+    if not name:
+        return _print_settings(chat)
+    if name not in SETTABLE:
+        fixed = "is fixed while a model is loaded" if name in OPTIONS else "is no setting"
+        raise UsageError(f"`{name}` {fixed}", settings.nearest(name, SETTABLE))
+    if text:
+        value = settings.parseText(name, text.strip())
+        chat.conversation.use(dataclasses.replace(chat.settings, **{name: value}))
+    chat.note(f"{name} = {getattr(chat.settings, name)}")
+
+
+def _print_settings(chat: Chat) -> None:
+    table = _table("setting", "value")
+    for name in SETTABLE:
+        value = str(getattr(chat.settings, name))
+        table.add_row(name, Text(terminal.printable(value, sys.stderr)))
+    terminal.err.print(table)
+
+
+@command("file [path]", "read", completes="path")
+def file(chat: Chat, argument: str) -> None:
+    """Attach a text file to your next message; without a path, list what is attached."""
+    if not argument:
+        names = ", ".join(name for name, _ in chat.attached) or "nothing"
+        return chat.note(f"attached: {names}")
+    try:
+        text = Path(argument).expanduser().read_bytes().decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UsageError(f"cannot read `{argument}`: {reason.lower()}") from None
+    chat.attached.append((argument, text.replace("\r\n", "\n").rstrip("\n")))
+    chat.note(f"attached `{argument}` ({len(text):,} characters); it goes with your next message")
+
+
+# -- on disk --------------------------------------------------------------------------------------
+
+
+@command("save [name]")
+def save(chat: Chat, argument: str) -> None:
+    """Keep this chat under a name. Without one, print where it is kept."""
+    old = chat.conversation.journal
+    if argument and argument != chat.name:
+        was_named, old_path = chat.is_named, old.path if old is not None else None
+        if shelf.path_of(argument).exists():
+            raise UsageError(f"there is a session `{argument}` already", "choose another name")
+        chat.keep_as(argument, is_named=True)
+        if old_path is not None and not was_named:
+            old_path.unlink(missing_ok=True)  # it had no name of its own: this is a renaming
+    if chat.name is None:
+        raise UsageError("this chat is not kept", "give it a name: /save NAME")
+    path = shelf.path_of(chat.name)
+    if chat.request.with_cache and chat.line.turns:
+        chat.save_state(path)
+    chat.note(f"session `{chat.name}` in {path}")
+
+
+@command("load <session>", completes="session")
+def load(chat: Chat, argument: str) -> None:
+    """Go on with a session that was kept. This one stays as it is."""
+    if not argument:
+        raise UsageError("which session?", "/sessions lists them")
+    chat.load(argument)
+
+
+@command("sessions")
+def sessions(chat: Chat, argument: str) -> None:
+    """List the sessions that were kept, the latest first."""
+    _refuse(argument)
+    table = _table("session", "turns", "model", "begins")
+    for entry in shelf.entries():
+        table.add_row(entry.name, str(entry.turns), Text(entry.model), Text(_excerpt(entry.first)))
+    terminal.err.print(table)
+
+
+# -- help -----------------------------------------------------------------------------------------
+
+
+@command("help [command]", "?", "h", completes="command")
+def help_(chat: Chat, argument: str) -> None:
+    """List the commands, or explain one."""
+    if argument:
+        found = find(argument.removeprefix("/"))
+        if found is None:
+            raise UsageError(f"unknown command `{argument}`", settings.nearest(argument, COMMANDS))
+        return terminal.err.print(f"/{found.usage}\n{found.help}", markup=False)
+    table = _table("", "")
+    for entry in COMMANDS.values():
+        table.add_row(Text(f"/{entry.usage}"), Text(entry.help.split("\n")[0]))
+    table.add_row(Text('""" … """'), Text("a message of several lines; also Alt-Enter"))
+    table.add_row(Text("//text"), Text("send a message that begins with a slash"))
+    terminal.err.print(table)
+
+
+@command("exit", "quit", "bye", "q")
+def exit_(chat: Chat, argument: str) -> None:
+    """Leave; the chat is kept. Ctrl-D does the same."""
+    _refuse(argument)
+    chat.is_over = True

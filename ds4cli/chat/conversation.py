@@ -1,0 +1,362 @@
+"""A conversation with a model: the transcript, the session that follows it, and its file.
+
+Every command makes a line of the transcript; `sync` moves the session there. After each operation,
+finished or interrupted, the session's tokens are the line's, or a beginning of them, or they go on
+with what was read of a message that was taken back; the next operation starts from what fits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds4cli import __version__, journal
+from ds4cli.dialogue import ChatTemplate, Message
+from ds4cli.errors import DS4Error, UsageError
+from ds4cli.journal import Journal
+from ds4cli.reasoning import Piece, ReasoningSplitter
+from ds4cli.rewind import RewindReport, common_prefix
+from ds4cli.settings import Settings
+from ds4cli.transcript import Line, Scribe, Transcript, Turn
+
+if TYPE_CHECKING:
+    from ds4cli.engine import Engine
+    from ds4cli.session import Session
+
+# A head of fewer tokens is not worth a model call of its own.
+MIN_HEAD_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Watch:
+    """How the user follows a long operation, and stops it."""
+
+    cancel: Callable[[], bool] = lambda: False
+    progress: Callable[[int, int], None] | None = None
+
+
+class Conversation:
+    """One chat. `transcript` is what was said; `session` holds it; `journal` keeps it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        drop_reasoning: bool = False,
+    ):
+        self.engine = engine
+        self.tools = tools
+        self.drop_reasoning = drop_reasoning
+        self.session: Session = engine.session()
+        self.journal: Journal | None = None
+        self._path: Path | None = None  # of a file that begins with the first turn
+        self.use(settings)
+        self.transcript = Transcript(self.scribe.begin(settings.system))
+        self._before: Transcript | None = None  # what a reply that never came takes us back to
+
+    def use(self, settings: Settings) -> None:
+        """Go on with other sampling or template settings."""
+        from ds4cli.sampling import Sampler
+
+        sampler = Sampler(settings, token_limit=len(self.engine.tokenizer))
+        sampler.attempt = self.session.attempt
+        self.session.sampler = sampler
+        self.settings = settings
+        self.scribe = Scribe(template_of(self.engine, settings, self.tools), self.engine.decode)
+
+    @property
+    def line(self) -> Line:
+        return self.transcript.line
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the session has read all of the line."""
+        return self.session.pos >= len(self.line.tokens)
+
+    # -- moving -----------------------------------------------------------------------------------
+
+    def go_back(self, line: Line, watch: Watch) -> RewindReport:
+        """Make `line` the current one; the present one can be redone."""
+        report = self._sync(line, watch)
+        self.transcript.go_back(line)
+        self.record()
+        return report
+
+    def redo(self, watch: Watch) -> RewindReport:
+        """Undo the latest going back."""
+        self.transcript.redo_last()
+        self.record()
+        return self._sync(self.line, watch)
+
+    def switch(self, name: str, watch: Watch) -> RewindReport:
+        """Go on with another branch."""
+        self.transcript.switch(name)
+        self.record()
+        return self._sync(self.line, watch)
+
+    def catch_up(self, watch: Watch) -> RewindReport:
+        """Read what the session lacks of the line."""
+        return self._sync(self.line, watch)
+
+    def _sync(self, line: Line, watch: Watch) -> RewindReport:
+        """Move the session to `line`; its head becomes a place that is cheap to come back to."""
+        tokens, first = line.tokens, None
+        if self._lacks_head(line):
+            first = self.session.sync(line.head, cancel=watch.cancel, progress=None)
+            self.session.mark("system")
+        report = self.session.sync(tokens, cancel=watch.cancel, progress=watch.progress)
+        if first is not None:
+            report = _joined(first, report)
+            self.session.stats.cached_tokens = len(tokens) - report.replayed - report.prefilled
+        return report
+
+    def _lacks_head(self, line: Line) -> bool:
+        head = list(line.head)
+        return len(head) >= MIN_HEAD_TOKENS and self.session.tokens[: len(head)] != head
+
+    # -- talking ----------------------------------------------------------------------------------
+
+    def ask(self, *messages: Message, after: Line | None = None, watch: Watch) -> bool:
+        """Read messages that the model is to answer; False if the user stopped it.
+
+        after: the line they follow, the current one by default. Nothing is said until all is read.
+        """
+        after = self.line if after is None else after
+        line = self.scribe.ask(after, *messages)
+        if self.drop_reasoning:
+            line = self.scribe.without_reasoning(line, self._answer_part)
+        self.check_room(line)
+        self._sync(line, watch)
+        if self.session.pos < len(line.tokens):
+            return False
+        self.session.mark("prompt")
+        self._before = self.transcript.copy()
+        self.transcript.go_back(after)
+        self.transcript.say(line)
+        self.record()
+        return True
+
+    def check_room(self, line: Line) -> None:
+        """UsageError if the model cannot read the line and write at least one token."""
+        context, tokens = self.engine.context_tokens, len(line.tokens)
+        if context is not None and tokens >= context:
+            raise UsageError(
+                f"the context is full: this makes `{tokens}` tokens, the model reads `{context}`",
+                "make room with /undo [n], /rewind TURN or /clear",
+            )
+
+    @property
+    def room(self) -> int | None:
+        """Tokens that still fit the model's context; None where it has no limit."""
+        context = self.engine.context_tokens
+        return None if context is None else context - len(self.line.tokens)
+
+    def answer(self, watch: Watch, attempt: int = 0) -> Iterator[Piece]:
+        """Let the model write, or go on with a reply that was cut; yields the new pieces.
+
+        However this ends, what the session holds of the reply is its turn.
+        """
+        line, begun = self.line, Turn("assistant", "", attempt=attempt)
+        if line.turns and line.turns[-1].is_reply:
+            line, begun = line.upto(len(line.turns) - 1), line.turns[-1]
+        reply = _Reply(self, line, begun)
+        self.session.attempt = begun.attempt
+        return reply.pieces(watch)
+
+    def retry(self, number: int, watch: Watch) -> tuple[RewindReport, int]:
+        """Go back to where the reply of turn `number` begins. Returns the next attempt, too."""
+        line = self.line
+        self._before = self.transcript.copy()
+        while not line.turn(number).is_reply and number < len(line.turns):
+            number += 1
+        if not line.turn(number).is_reply:  # a message that never got its reply
+            return self.catch_up(watch), 0
+        return self.go_back(line.upto(number - 1), watch), line.turn(number).attempt + 1
+
+    def take_back(self) -> str:
+        """Unsay a message that got no reply; the transcript is as it was before. Its text."""
+        text = self.line.turns[-1].content
+        self.transcript = self._before or Transcript(self.line.upto(len(self.line.turns) - 1))
+        self.record()
+        return text
+
+    def _answer_part(self, turn: Turn) -> str:
+        raw = self.raw_text(turn)
+        end = self.engine.tokenizer.think_end
+        return raw.rpartition(end)[2].lstrip("\n") if end and end in raw else raw
+
+    def raw_text(self, turn: Turn) -> str:
+        """A reply as the model wrote it, reasoning and markers included."""
+        return self.engine.decode(list(turn.tokens))
+
+    def splitter(self, line: Line) -> ReasoningSplitter:
+        """A splitter for a reply to `line`, whose end may have opened a think section."""
+        start = None if self.settings.raw else self.engine.tokenizer.think_start
+        if start is None:
+            return ReasoningSplitter(None, None)
+        inside = self.engine.decode(line.tokens[-16:]).rstrip().endswith(start)
+        return ReasoningSplitter(start, self.engine.tokenizer.think_end, inside)
+
+    def answer_text(self, line: Line, tokens: Sequence[int]) -> str:
+        """The answer in a reply to `line`, without reasoning."""
+        split = self.splitter(line)
+        pieces = [*split.push(self.engine.decode(list(tokens))), *split.flush()]
+        return "".join(piece.text for piece in pieces if not piece.is_reasoning)
+
+    # -- keeping ----------------------------------------------------------------------------------
+
+    def keep_in(self, path: Path) -> None:
+        """Write the chat to a new file at `path`, from the first turn on."""
+        self.close()
+        self._path = path
+        self.record()
+
+    def record(self) -> None:
+        """Write what is new to the session's file."""
+        if self.journal is None and self._path is not None and self.line.turns:
+            self.journal = Journal.create(self._path, self._header())
+        if self.journal is not None:
+            self.journal.record(self.transcript)
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "model": self.settings.model,
+            "fingerprint": self.engine.fingerprint,
+            "settings": asdict(self.settings),
+            "begun": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "ds4cli": __version__,
+        }
+
+    def resume(self, path: Path) -> list[str]:
+        """Go on with the chat at `path`, in its file. Returns what the user should know.
+
+        A chat of another model is read again as text.
+        """
+        stored = journal.read(path)
+        book = Journal.resume(path, stored)
+        self.close()
+        self.journal, self.transcript, self._before = book, stored.transcript, None
+        notices = [stored.notice] if stored.notice else []
+        if stored.header.get("fingerprint") != self.engine.fingerprint:
+            self._adopt(stored.header)
+            notices.append(
+                f"`{stored.header.get('model')}` held this chat: its texts are read again"
+            )
+        return notices
+
+    def _adopt(self, header: dict[str, Any]) -> None:
+        """Put a chat of another model into this one's tokens."""
+        transcript = self.transcript
+        transcript.line = self.scribe.retokenised(transcript.line)
+        for name, line in transcript.named.items():
+            transcript.named[name] = self.scribe.retokenised(line)
+        self.journal.retitle({**header, **self._header()})
+        self.record()
+
+    def close(self) -> None:
+        """Close the session's file."""
+        if self.journal is not None:
+            self.journal.close()
+        self.journal = self._path = None
+
+    def save_state(self, path: Path) -> None:
+        """Keep what the model has read, so that nothing is read again."""
+        self.session.save(str(path))
+
+    def load_state(self, path: Path) -> str | None:
+        """Take up the kept state. Why not, if it does not fit."""
+        try:
+            session = self.engine.load_session(str(path))
+        except DS4Error as error:
+            return f"the kept state is not used: {error.message}"
+        common = common_prefix(session.tokens, self.line.tokens)
+        if common < min(len(session.tokens), len(self.line.tokens)) // 2:
+            return "the kept state is not used: it holds another conversation"
+        self.session = session
+        self.use(self.settings)
+        return None
+
+
+class _Reply:
+    """One reply while it is written."""
+
+    def __init__(self, owner: Conversation, line: Line, begun: Turn):
+        self._owner = owner
+        self._line = line
+        self._begun = begun
+        self._start = len(line.tokens)
+        self._split = owner.splitter(line)
+        self._split.push(owner.raw_text(begun))
+
+    def pieces(self, watch: Watch) -> Iterator[Piece]:
+        session, settings = self._owner.session, self._owner.settings
+        reason = "cancelled"
+        events = session.stream(
+            max_tokens=settings.max_tokens,
+            stop=settings.stop,
+            cancel=watch.cancel,
+            since=self._start if self._begun.tokens else None,
+        )
+        try:
+            with closing(events):
+                for event in events:
+                    reason = event.finish_reason or reason
+                    yield from self._split.push(event.text)
+            yield from self._split.flush()
+        finally:
+            self._keep(reason)
+
+    def _keep(self, reason: str) -> None:
+        owner = self._owner
+        tokens = tuple(owner.session.tokens[self._start :])
+        if not tokens and reason == "cancelled":
+            return  # nothing was written: the message stands without a reply
+        content = owner.answer_text(self._line, tokens)
+        turn = replace(self._begun, content=content, tokens=tokens, finish_reason=reason)
+        owner.session.mark("turn")
+        owner.transcript.say(self._line.plus(turn))
+        owner.record()
+
+
+def _joined(one: RewindReport, two: RewindReport) -> RewindReport:
+    return RewindReport(
+        one.source,
+        one.discarded + two.discarded,
+        one.replayed + two.replayed,
+        one.prefilled + two.prefilled,
+        one.forwards + two.forwards,
+        one.seconds + two.seconds,
+    )
+
+
+def template_of(
+    engine: Engine, settings: Settings, tools: Sequence[dict[str, Any]] = ()
+) -> ChatTemplate:
+    """The engine's chat template; without one, or with `raw`, texts one after the other."""
+    tokenizer, stop_ids = engine.tokenizer, frozenset(engine.stop_ids)
+    options: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    if settings.think is not None:
+        options["enable_thinking"] = settings.think
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    def render(messages: list[Message], add_generation_prompt: bool) -> str:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
+        )
+
+    if settings.raw or not tokenizer.has_chat_template:
+        start = tuple(i for i in engine.encode("") if i not in stop_ids)
+        return ChatTemplate(_render_plain, encode, stop_ids, start)
+    return ChatTemplate(render, encode, stop_ids)
+
+
+def _render_plain(messages: list[Message], add_generation_prompt: bool) -> str:
+    return "\n\n".join(str(message["content"]) for message in messages)
