@@ -55,7 +55,8 @@ def _recorded_update(update: Callable) -> Callable:
     """mlx-lm's `gated_delta_update`; the recurrence it chooses records what it is given."""
     scope = dict(update.__globals__)
     for choice in ("gated_delta_ops", "gated_delta_kernel"):
-        scope[choice] = _recorded(scope[choice])
+        if choice in scope:
+            scope[choice] = _recorded(scope[choice])
     return with_globals(update, scope)
 
 
