@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ds4cli.tools import FORMATS, Tool
 
-EOS = "<|end|>"
+EOS = "<|eos|>"
 MERGED = [">\n", '{"', '{"name', '{"name":', '": ', '", "', '"}', '"}}', '"}}\n', "}\n", "<to"]
 MERGED += ["</", "=city", "</parameter>\n<", ">\n<", "get", "set", "Paris", "ool_call>", "12"]
 MERGED += ["argum", "ents", "tool", "_call", "<tool_call>\n{", "x<tool", ">{", "true"]

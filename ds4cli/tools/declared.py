@@ -39,7 +39,7 @@ class Tool:
         schema = self.parameters
         if not schema.get("properties") or any(word in schema for word in _OPENS):
             return schema
-        return {**schema, "additionalProperties": False}
+        return {"additionalProperties": False, **schema}
 
     @property
     def notices(self) -> list[str]:

@@ -98,8 +98,10 @@ class Format:
 
 
 _NAME = r"[\w.:\-]{1,128}"
-_ELEMENT = SPACE + r"[<\[{]"
-_NAMED_ELEMENT = SPACE + rf"(?:{_NAME}[ \t\r\n]{{0,4}}<|[\[{{<])"
+# `<tool_call></tool_call>` and `<tool_call> <tool_call>` are how prose talks about the markers.
+_ANY_ELEMENT = r"[\[{]|<[^t/\s]"
+_ELEMENT = SPACE + f"(?:{_ANY_ELEMENT})"
+_NAMED_ELEMENT = SPACE + rf"(?:{_NAME}[ \t\r\n]{{0,4}}<|{_ANY_ELEMENT})"
 
 
 def _arg_pairs(name: str, prefix: str) -> Format:

@@ -19,13 +19,14 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from ds4cli.tools import schema as json_schema
 from ds4cli.tools.declared import Tool
-from ds4cli.tools.formats import Format, Json, Literal, Named, Tagged
+from ds4cli.tools.formats import SPACE, Format, Json, Named, Tagged
 
 _MAX_KEYS = 60  # llguidance counts the keys already given in one 64-bit number
-_SPACE = r"[ \t\r\n]"
+# White space as people and templates write it. Without a bound a weak model can go on with it for ever.
+_SPACE = r"([ \t]{1,4}|[ ]{0,2}(\r?\n){1,2}[ \t]{0,40})"
 EMPTY = '""'
 _PLAIN = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
-_X_GUIDANCE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
+_X_GUIDANCE = {"whitespace_pattern": _SPACE}
 
 
 class NoGrammar(Exception):
@@ -170,9 +171,12 @@ class _Writer:
         body = writers[style](self.fmt.style)
         start = "" if self.fmt.keep_start else self._start()
         # A call that a stop token ends has nothing behind it: the matcher accepts the stop token itself.
-        end = f"{_quoted(self.fmt.end)} TAIL?" if self.fmt.end else ""
-        self._rule("start", f"{start} WS? {body} WS? {end}")
-        self._rule("WS", f"/{_SPACE}{{1,64}}/")
+        end = f"WS? {_quoted(self.fmt.end)} TAIL?" if self.fmt.end else "WS?"
+        if isinstance(self.fmt.style, Tagged) and not self.fmt.style.call_close:
+            end = "TAIL?"  # the end marker ends the call itself
+        self._rule("start", f"{start} LEAD? {body} {end}")
+        self._rule("LEAD", f"/{SPACE}/")
+        self._rule("WS", f"/{_SPACE}/")
         self._rule("TAIL", r"/(.|\n)+/")
         return "\n".join(['%llguidance {"no_forcing": true}', *self.rules])
 
@@ -268,7 +272,7 @@ class _Writer:
         follow = [style.key_open, style.call_close or self.fmt.end]
         first = "".join(sorted({_escaped(f[0]) for f in follow}))
         second = "".join(sorted({_escaped(f[1]) for f in follow}))
-        inner = rf"{_SPACE}*([^{first} \t\r\n]|[{first}][^{second}])(.|\n)*{close}"
+        inner = rf"[ \t\r\n]*([^{first} \t\r\n]|[{first}][^{second}])(.|\n)*{close}"
         self._rule("text[lazy]", rf"/(.|\n)*{close}/")
         self._rule("inner[lazy]", f"/{inner}/")
         self._rule("anytext", "text inner*")
@@ -280,17 +284,22 @@ class _Writer:
         if len(keys) > _MAX_KEYS:
             raise NoGrammar(f"`{tool.name}` has more than {_MAX_KEYS} arguments")
         required = [i for i, key in enumerate(keys) if key in schema.get("required", ())]
-        close = _quoted(style.call_close) or EMPTY
-        lines = [f"WS? {close}{_given(required)}"]
+        # White space is part of these terminals: the lexer takes the longest match, and one of its
+        # own would lose against `inner`, which may begin with white space too.
+        close = self._terminal(style.call_close or self.fmt.end)
+        lines = [f"{close}{_given(required)}"]
         for i, (key, sub) in enumerate(keys.items()):
-            head = f"{_quoted(style.key_open + key)} {_pattern(style.key_close)}"
+            head = self._terminal(style.key_open + key, style.key_close)
             body = self._element(sub, schema, root, style)
-            lines.append(f"WS? {head} {body} t{index}::set_bit({i}) %if bit_clear({i})")
+            lines.append(f"{head} {body} t{index}::set_bit({i}) %if bit_clear({i})")
         head = f"{_quoted(style.call_open + tool.name)} {_pattern(style.name_close)}"
         if not keys:
-            return self._rule(f"c{index}", f"{head} {lines[0]}")
+            return self._rule(f"c{index}", f"{head} {close}")
         self._rule(f"t{index}::_", "\n  | ".join(lines))
         return self._rule(f"c{index}", f"{head} t{index}::0x0")
+
+    def _terminal(self, literal: str, pattern: str = "") -> str:
+        return f"/({_SPACE})?{_escaped(literal)}{_slashed(pattern)}/"
 
     def _element(self, sub: Any, schema: dict, root: dict, style: Tagged) -> str:
         """The rule of one value with its closing tag."""
@@ -310,7 +319,12 @@ class _Writer:
 def _pattern(text: str) -> str:
     """A regular expression of the format as Lark: a plain string where it is one."""
     plain = not any(c in r"\[](){}*+?|.^$" for c in text)
-    return _quoted(text) if plain else f"/{text.replace('/', chr(92) + '/')}/"
+    return _quoted(text) if plain else f"/{_slashed(text)}/"
+
+
+def _slashed(pattern: str) -> str:
+    """A regular expression as it stands between slashes."""
+    return pattern.replace("/", r"\/")
 
 
 def _given(required: list[int]) -> str:

@@ -1,0 +1,298 @@
+"""The guard on scripted token streams: markers, think sections, stop tokens, cuts, rewinds, repairs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from test_tools_parse import BODIES
+from toolkit import EOS, TOOLS, encode, pieces, play, tokenizer
+
+from ds4cli.tools import FORMATS, Guard
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+def text_of(name: str) -> str:
+    fmt = FORMATS[name]
+    return fmt.start + BODIES[name] + fmt.end + ("" if fmt.end else EOS)
+
+
+def wrapper_for(name: str):
+    return tokenizer(name, stops=("<|call|>", EOS) if name == "harmony" else (EOS,))
+
+
+def events(steps):
+    return [s.event for s in steps if s.event]
+
+
+def shown(steps):
+    return "".join(s.emit for s in steps)
+
+
+@pytest.mark.parametrize("grammar", [True, False], ids=["grammar", "parsed"])
+@pytest.mark.parametrize("split", [False, True], ids=["merged", "split"])
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_calls_are_found_however_tokens_fall(name, split, grammar):
+    """Markers merged with their neighbours (`>\\n` as one token) or split are missed (report 4.2)."""
+    wrapper = wrapper_for(name)
+    guard = Guard(wrapper, TOOLS, use_grammar=grammar)
+    text = "Well, x" + text_of(name)
+    split = split and not set(encode(wrapper, text)) & wrapper.eos_token_ids
+    steps = play(guard, wrapper, text, chars=split)
+    assert events(steps) == ["open", "closed"], [s.reason for s in steps if s.reason]
+    (call,) = steps[-1].calls
+    assert (call.name, call.arguments, call.notes) == ("get_weather", '{"city": "Paris"}', ())
+    assert call.openai()["id"] == f"call_{steps[-1].opened}_0"
+    assert shown(steps) == "Well, x"
+
+
+def test_any_tokenisation_gives_the_same():
+    """A boundary between two tokens at an unlucky place in a marker."""
+    wrapper = tokenizer()
+    rng = random.Random(4)
+    text = f"A < b.{CALL}\nand{CALL}<tool"
+    for _ in range(40):
+        cuts = sorted(rng.sample(range(1, len(text)), rng.randint(0, 30)))
+        parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        guard, steps = Guard(wrapper, TOOLS), []
+        ids = [i for part in parts for i in encode(wrapper, part)]
+        for pos, (token, piece) in enumerate(pieces(wrapper, ids)):
+            steps.append(guard.feed(pos, token, piece))
+        assert events(steps) == ["open", "closed"] * 2
+        assert shown(steps) + guard.finish("stop").emit == "A < b.\nand<tool"
+
+
+def test_two_markers_in_one_token():
+    """The end of a call and the beginning of the next merged into a single token."""
+    wrapper = tokenizer(merged=["</tool_call><tool_call>", "l><tool_call>{"])
+    guard = Guard(wrapper, TOOLS)
+    tight = CALL.replace("\n", "")
+    steps = play(guard, wrapper, tight + tight)
+    assert sum(len(s.calls) for s in steps) == 2 and shown(steps) == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Use the <tool_call> tag to call.",
+        "`<tool_call>` opens a call, `</tool_call>` closes it.",
+        "<tool_call>",
+        "Calls stand within <tool_call></tool_call> tags.",
+        "a < b <t <tool <tool_call> <tool_call",
+        'In JSON {"name": "get_weather", "arguments": {}} is a call.',
+    ],
+)
+def test_text_that_only_mentions_a_marker_stays_prose(text):
+    """Prose about tool calls is executed, swallowed, or forced into a call (report 4.4)."""
+    wrapper = tokenizer()
+    guard = Guard(wrapper, TOOLS)
+    steps = play(guard, wrapper, text)
+    assert not events(steps)
+    assert shown(steps) + guard.finish("stop").emit == text
+
+
+def test_text_streams_and_only_a_possible_marker_waits():
+    """Text outside calls that arrives late, or not before the end."""
+    wrapper = tokenizer()
+    steps = play(Guard(wrapper, TOOLS), wrapper, "ab <x <tool y", chars=True)
+    # mlx-lm's detokenizer itself keeps a space until the next token
+    assert [s.emit for s in steps] == [*"ab", "", "", " <x", "", "", "", "", "", "", "", " <tool y"]
+
+
+@pytest.mark.parametrize("start_inside", [False, True])
+def test_a_call_drafted_while_thinking_is_prose(start_inside):
+    """Prose in the think block executed, even twice (report 4.5, 4.10)."""
+    wrapper = tokenizer(think=True)
+    guard = Guard(wrapper, TOOLS, think=start_inside)
+    thought = f"{'' if start_inside else '<think>'}I could {CALL} now.</think>"
+    steps = play(guard, wrapper, f"{thought}Ok {CALL}")
+    assert events(steps) == ["open", "closed"]
+    assert shown(steps) == f"{thought}Ok "
+
+
+def test_a_call_in_a_think_section_that_never_closes_is_not_lost():
+    """A real call inside an unclosed think section is lost (reports 4.3, 4.5)."""
+    wrapper = tokenizer(think=True)
+    guard = Guard(wrapper, TOOLS, think=True)
+    steps = play(guard, wrapper, f"Let me see. {CALL}\n")
+    assert not events(steps)
+    (call,) = guard.finish("stop").calls
+    assert call.name == "get_weather" and "think" in call.notes[0]
+    assert guard.finish("length").calls == ()
+    other = Guard(wrapper, TOOLS, think=True)
+    play(other, wrapper, f"I could {CALL} but will not.")
+    assert other.finish("stop").calls == ()
+
+
+def test_a_stop_token_ends_a_harmony_call():
+    """`<|call|>` is a stop token and never reaches the parser; both channels (report 4.9)."""
+    wrapper = wrapper_for("harmony")
+    for channel in FORMATS["harmony"].starts:
+        guard = Guard(wrapper, TOOLS)
+        text = "<|channel|>analysis<|message|>Hm.<|end|>" + channel + BODIES["harmony"] + "<|call|>"
+        steps = play(guard, wrapper, text)
+        assert events(steps) == ["open", "closed"], channel
+        assert steps[-1].calls[0].arguments == '{"city": "Paris"}'
+
+
+def test_a_stop_token_inside_a_call_leaves_the_grammar():
+    """The matcher asked after it accepted the stop token; a reply that ends in half a call (report 2.10)."""
+    wrapper = tokenizer()
+    guard = Guard(wrapper, TOOLS)
+    play(guard, wrapper, CALL[:40])
+    pos = len(encode(wrapper, CALL[:40]))
+    step = guard.feed(pos, wrapper.eos_token_id, "")
+    assert (step.event, step.bad_pos) == ("left", pos)
+    allowed = guard.allowed(len(wrapper) + 5)
+    assert allowed.any() and not allowed[wrapper.eos_token_id] and not allowed[len(wrapper) :].any()
+
+
+def test_a_cut_call_is_kept_for_continue():
+    """A call cut by the token limit is reported as complete, or cannot be resumed (report 4.7)."""
+    wrapper = tokenizer()
+    guard = Guard(wrapper, TOOLS)
+    ids = encode(wrapper, CALL)
+    fed = list(pieces(wrapper, ids))
+    for pos, (token, piece) in enumerate(fed[:20]):
+        guard.feed(pos, token, piece)
+    end = guard.finish("length")
+    assert end.cut and not end.calls and end.raw.startswith("<tool_call>")
+    steps = [guard.feed(pos, token, piece) for pos, (token, piece) in enumerate(fed[20:], 20)]
+    assert events(steps) == ["closed"]
+
+
+def test_a_whole_call_whose_end_marker_was_cut_is_recovered():
+    """A complete call thrown away for its closing tag at the token budget (report 4.4)."""
+    wrapper = tokenizer()
+    for text, expected in [(CALL[:-5], 1), (CALL[:-13], 1), (CALL[:-14], 0)]:
+        guard = Guard(wrapper, TOOLS)
+        play(guard, wrapper, text)
+        end = guard.finish("length")
+        assert end.cut and len(end.calls) == expected, text
+        assert all("end marker" in call.notes[-1] for call in end.calls)
+    pairs = tokenizer("glm47")
+    guard = Guard(pairs, TOOLS)
+    play(guard, pairs, "<tool_call>" + BODIES["glm47"])
+    assert guard.finish("length").calls == (), "another argument could have followed"
+
+
+def test_held_text_is_shown_once():
+    """Text flushed at a cut is shown again by /continue, or a marker across the cut is missed."""
+    wrapper = tokenizer(merged=[])
+    guard = Guard(wrapper, TOOLS)
+    steps = play(guard, wrapper, "ab<too")
+    flushed = guard.finish("length").emit
+    assert shown(steps) + flushed == "ab<too"
+    more = play(guard, wrapper, "th", start=6)
+    assert shown(more) + guard.finish("stop").emit == "th"
+    guard.rewind(6)
+    steps = play(guard, wrapper, CALL[4:], start=6)
+    assert events(steps) == ["open", "closed"] and shown(steps) == ""
+
+
+def test_rewind_makes_the_state_a_function_of_the_tokens():
+    """A guard that remembers tokens which the session has taken back."""
+    wrapper = tokenizer()
+    fed = list(pieces(wrapper, encode(wrapper, f"One.{CALL}two{CALL}three<too")))
+    reference = [Guard(wrapper, TOOLS)]
+    steps = [reference[0].feed(i, t, p) for i, (t, p) in enumerate(fed)]
+    guard, at = Guard(wrapper, TOOLS), 0
+    rng = random.Random(1)
+    for _ in range(60):
+        ahead = rng.randint(at, len(fed))
+        for i in range(at, ahead):
+            step = guard.feed(i, *fed[i])
+            assert (step.event, step.calls) == (steps[i].event, steps[i].calls)
+        at = rng.randint(0, ahead)
+        guard.rewind(at)
+        junk = encode(wrapper, "zq")[0]
+        if guard.feed(at, junk, "z").event != "left":
+            guard.rewind(at)
+
+
+def test_the_first_bad_token_is_named_and_nothing_else_is_lost():
+    """A repair that goes back to the beginning of the call, or to the wrong place (report 4.3)."""
+    wrapper = tokenizer()
+    text = CALL.replace("weather", "wether")
+    steps = play(Guard(wrapper, TOOLS), wrapper, text)
+    fed = list(pieces(wrapper, encode(wrapper, text)))
+    assert steps[-1].event == "left"
+    before = "".join(p for _, p in fed[: steps[-1].bad_pos])
+    assert before.endswith('"get_we') and fed[steps[-1].bad_pos][1] == "t"
+
+
+@pytest.mark.parametrize("merged", [[], [">\n"], [">{"], ["<tool_call>{x"], ["o <tool_call>{x"]])
+def test_a_bad_opening_is_repaired_whatever_token_it_is(merged):
+    """The token that opens the call holds the first mistake; it may also hold the whole marker."""
+    wrapper = tokenizer(merged=merged)
+    guard = Guard(wrapper, TOOLS)
+    ids = encode(wrapper, "Hello <tool_call>{x")
+    for pos, (token, piece) in enumerate(pieces(wrapper, ids)):
+        step = guard.feed(pos, token, piece)
+    assert step.event == "left" and step.bad_pos == len(ids) - 1
+    allowed = guard.allowed(len(wrapper))
+    assert allowed.any() and not allowed[ids[-1]]
+    good = next(i for i in allowed.nonzero()[0] if wrapper.decode([i]).strip())
+    step = guard.feed(step.bad_pos, int(good), wrapper.decode([int(good)]))
+    assert step.event in (None, "open")
+
+
+def test_drafts_are_cut_at_the_first_that_leaves():
+    """Drafts outside the grammar are verified for nothing, or the matcher keeps them (report 2.10)."""
+    wrapper = tokenizer()
+    guard = Guard(wrapper, TOOLS)
+    assert guard.filter([1, 2, 3]) == 3
+    play(guard, wrapper, CALL[:30])
+    drafts = encode(wrapper, CALL[30:])
+    assert guard.filter(drafts) == len(drafts)
+    bad = [*drafts[:3], encode(wrapper, "}")[0], *drafts[3:]]
+    assert guard.filter(bad) == 3 and guard.filter(drafts) == len(drafts)
+
+
+def test_without_grammar_a_broken_call_is_tried_again_at_most_three_times():
+    """Identical retries without end; broken calls that stay in the history (report 4.8)."""
+    wrapper = tokenizer()
+    guard = Guard(wrapper, TOOLS, use_grammar=False)
+    play(guard, wrapper, "Hm. ")
+    start = len(encode(wrapper, "Hm. "))
+    broken = CALL.replace("Paris", "Paris").replace('"city"', '"town"')
+    for _ in range(3):
+        steps = play(guard, wrapper, broken, start=start)
+        assert steps[-1].event == "broken" and steps[-1].bad_pos == start
+        assert "town" in steps[-1].reason
+    steps = play(guard, wrapper, broken + "!", start=start)
+    assert events(steps) == ["open", "refused"] and guard.repairs == 3
+    assert shown(steps) == broken + "!"
+
+
+def test_a_call_that_never_closes_is_refused_at_the_stop_token():
+    """DSML opened and never closed: the session stalls (report 4.3)."""
+    wrapper = tokenizer("deepseek_v32")
+    guard = Guard(wrapper, TOOLS, use_grammar=False, max_repairs=0)
+    text = text_of("deepseek_v32")[:60]
+    steps = play(guard, wrapper, text + EOS)
+    assert events(steps) == ["open", "refused"]
+    assert shown(steps) + guard.finish("stop").emit == text
+
+
+@pytest.mark.parametrize("name", [n for n in FORMATS if FORMATS[n].end and n != "harmony"])
+def test_a_marker_inside_a_value_does_not_close_the_call(name):
+    """A value that mentions the end marker ends the call in the middle of the value."""
+    if name in ("minicpm5", "gemma4", "function_gemma", "pythonic", "kimi_k3", "muse_spark"):
+        pytest.skip("checked by the grammar of the other formats")
+    wrapper = tokenizer(name)
+    value = f"a {FORMATS[name].end} b"
+    guard = Guard(wrapper, TOOLS)
+    steps = play(guard, wrapper, text_of(name).replace("Paris", value))
+    assert events(steps) == ["open", "closed"], steps[-1]
+    assert value in steps[-1].calls[0].arguments
+
+
+def test_bytes_of_a_character_split_over_tokens():
+    """A value whose characters are several tokens long, with the text released late."""
+    wrapper = tokenizer()
+    guard = Guard(wrapper, TOOLS)
+    steps = play(guard, wrapper, "é" + CALL.replace("Paris", "Orléans 東京 🎉"))
+    assert events(steps) == ["open", "closed"]
+    assert "東京 🎉" in steps[-1].calls[0].arguments

@@ -1,0 +1,271 @@
+"""Parsing a call has three outcomes: valid, repaired with a note, refused with a reason."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import pytest
+from toolkit import TOOLS
+
+from ds4cli.tools import FORMATS, Refused, Tool, parse_calls
+from ds4cli.tools.mend import members, read
+
+# One good call of every format: get_weather with city "Paris".
+BODIES = {
+    "json_tools": '\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n',
+    "qwen3_coder": "\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n",
+    "glm47": "get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n",
+    "laguna": "get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n",
+    "longcat": "get_weather\n<longcat_arg_key>city</longcat_arg_key>\n"
+    "<longcat_arg_value>Paris</longcat_arg_value>\n",
+    "minimax_m2": '\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n',
+    "muse_spark": '\n<atem:invoke name="get_weather">\n<atem:parameter name="city">Paris'
+    "</atem:parameter>\n</atem:invoke>\n",
+    "deepseek_v32": '\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">'  # noqa: RUF001
+    "Paris</｜DSML｜parameter>\n</｜DSML｜invoke>\n",  # noqa: RUF001
+    "minicpm5": '"get_weather"><param name="city">Paris</param>',
+    "kimi_k3": '<|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city" '
+    'type="string"<|sep|>Paris<|close|>argument<|sep|><|close|>call<|sep|>',
+    "kimi_k2": "<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    '{"city": "Paris"}<|tool_call_end|>',
+    "deepseek_v31": '<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}'  # noqa: RUF001
+    "<｜tool▁call▁end｜>",  # noqa: RUF001
+    "mistral": 'get_weather[ARGS]{"city": "Paris"}',
+    "harmony": 'get_weather <|constrain|>json<|message|>{"city": "Paris"}',
+    "gemma4": 'call:get_weather{city:<|"|>Paris<|"|>}',
+    "function_gemma": "call:get_weather{city:<escape>Paris<escape>}",
+    "pythonic": '[get_weather(city="Paris")]',
+}
+OWN = {"harmony", "deepseek_v32", "deepseek_v31"}  # formats that mlx-lm has no parser for
+
+
+def parse(name, body, tools=TOOLS):
+    return parse_calls(FORMATS[name], body, tools)
+
+
+def test_every_format_has_a_sample():
+    """A format added without a test."""
+    assert set(BODIES) == set(FORMATS)
+
+
+@pytest.mark.parametrize("name", list(BODIES))
+def test_a_good_call_is_valid_and_kept_as_written(name):
+    """A correct call reported as repaired, refused, or re-serialised."""
+    (call,) = parse(name, BODIES[name])
+    assert (call.name, call.arguments, call.outcome) == ("get_weather", '{"city": "Paris"}', "valid")
+
+
+@pytest.mark.parametrize("name", [n for n in BODIES if n not in OWN])
+def test_agrees_with_the_parser_of_mlx_lm(name):
+    """A format written from memory: mlx-lm's parser must read the same name and arguments."""
+    module = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
+    assert (module.tool_call_start, module.tool_call_end) == (FORMATS[name].start, FORMATS[name].end)
+    theirs = module.parse_tool_call(BODIES[name], [tool.spec for tool in TOOLS])
+    theirs = theirs[0] if isinstance(theirs, list) else theirs
+    assert (theirs["name"], theirs["arguments"]) == ("get_weather", {"city": "Paris"})
+
+
+@pytest.mark.parametrize("name", list(BODIES))
+@pytest.mark.parametrize("keep", [0.55, 0.8, 0.95])
+def test_a_cut_call_is_never_half_a_call(name, keep):
+    """A call cut anywhere that comes back with `{}` or half a value (reports 4.1, 4.7)."""
+    body = BODIES[name].rstrip()
+    try:
+        (call,) = parse(name, body[: int(len(body) * keep)])
+    except Refused:
+        return
+    assert call.outcome == "repaired" or name in ("mistral", "harmony")
+    assert json.loads(call.arguments) == {"city": "Paris"}
+
+
+@pytest.mark.parametrize("name", list(BODIES))
+def test_undeclared_names_and_arguments_are_refused(name):
+    """A tool or an argument that nobody declared is executed, or dropped in silence."""
+    with pytest.raises(Refused, match="declared"):
+        parse(name, BODIES[name].replace("get_weather", "get_wether"))
+    with pytest.raises(Refused, match="town"):
+        parse(name, BODIES[name].replace("city", "town"))
+
+
+CALL = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+JSON_REPAIRS = {
+    "trailing comma": (CALL.replace('"}}', '",}}'), "trailing comma"),
+    "single quotes": (CALL.replace('"', "'"), "single quotes"),
+    "missing brace": (CALL[:-1], "missing closing"),
+    "code fence": (f"```json\n{CALL}\n```", "fence"),
+    "arguments as a string": (
+        '{"name": "get_weather", "arguments": "{\\"city\\": \\"Paris\\"}"}',
+        "string of JSON",
+    ),
+    "parameters": (CALL.replace("arguments", "parameters"), "parameters"),
+    "nested in function": ('{"type": "function", "function": ' + CALL + "}", "nested"),
+    "case of the name": (CALL.replace("get_w", "Get_W"), "was read as"),
+    "stray bracket": (CALL + "}", "stray"),
+    "another dialect": (BODIES["qwen3_coder"], "qwen3_coder"),
+    "arg pairs": (BODIES["glm47"], "glm47"),
+}
+
+
+@pytest.mark.parametrize("case", list(JSON_REPAIRS))
+def test_json_repairs_say_what_changed(case):
+    """The request dies with JSONDecodeError on damage that has one reading only (report 4.1)."""
+    body, note = JSON_REPAIRS[case]
+    (call,) = parse("json_tools", body)
+    assert call.outcome == "repaired" and note in " ".join(call.notes)
+    assert json.loads(call.arguments) == {"city": "Paris"}
+
+
+def test_strings_damaged_inside():
+    """`C:\\dir` and raw newlines, the two commonest ways to break a JSON string."""
+    (call,) = parse("json_tools", CALL.replace("Paris", "C:\\dir\nx"))
+    assert json.loads(call.arguments) == {"city": "C:\\dir\nx"}
+    assert len(call.notes) == 2
+
+
+def test_lists_and_sequences_are_several_calls():
+    """A bare list, or two objects in one section, of which only the first survives."""
+    for body in (f"[{CALL}, {CALL}]", f"{CALL}\n{CALL}", f"{CALL}, {CALL}"):
+        assert [c.name for c in parse("json_tools", body)] == ["get_weather"] * 2
+
+
+JSON_REFUSED = {
+    "open string": CALL[:48],
+    "no name": '{"arguments": {"city": "Paris"}}',
+    "arguments a number": '{"name": "get_weather", "arguments": 3}',
+    "arguments a plain string": '{"name": "get_weather", "arguments": "Paris"}',
+    "duplicate key": CALL.replace('"Paris"', '"Rome", "city": "Paris"'),
+    "empty arguments": '{"name": "get_weather", "arguments": {}}',
+    "no arguments": '{"name": "get_weather"}',
+    "NaN": '{"name": "get_weather", "arguments": {"city": NaN}}',
+    "prose": "I would call get_weather here",
+    "text behind": CALL + " and so on",
+    "nothing": "  \n",
+    "deep": '{"name": "get_weather", "arguments": ' + '{"city":' * 5000 + "1" + "}" * 5000 + "}",
+}
+
+
+@pytest.mark.parametrize("case", list(JSON_REFUSED))
+def test_json_refusals(case):
+    """Damage with more than one reading is guessed at."""
+    with pytest.raises(Refused):
+        parse("json_tools", JSON_REFUSED[case])
+
+
+def test_a_value_that_contains_its_own_closing_tag_is_whole():
+    """`</parameter>` inside a value cuts it (report 4.1)."""
+    body = BODIES["qwen3_coder"].replace("Paris", "a </parameter> b\n</parameter>c")
+    (call,) = parse("qwen3_coder", body)
+    assert json.loads(call.arguments) == {"city": "a </parameter> b\n</parameter>c"}
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm47", "minimax_m2", "deepseek_v32", "minicpm5"])
+def test_an_unclosed_value_is_refused(name):
+    """An unclosed parameter silently gives `{}` (report 4.1)."""
+    style = FORMATS[name].style
+    body = BODIES[name].replace(style.value_close, "")
+    with pytest.raises(Refused, match="never closed"):
+        parse(name, body)
+
+
+def test_a_missing_closing_element_is_noted():
+    """A complete call is thrown away for want of `</function>` (report 4.4)."""
+    (call,) = parse("qwen3_coder", BODIES["qwen3_coder"].replace("</function>", ""))
+    assert call.outcome == "repaired" and "</function>" in call.notes[0]
+
+
+TYPED = Tool(
+    "typed",
+    "",
+    {
+        "type": "object",
+        "properties": {
+            "n": {"type": "integer"},
+            "s": {"type": "string"},
+            "o": {"type": ["string", "null"]},
+            "b": {"type": "boolean"},
+            "l": {"type": "array", "items": {"type": "number"}},
+            "e": {"enum": ["x", 1]},
+            "any": {},
+        },
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "raw", "value"),
+    [
+        ("n", "3", 3),
+        ("s", "3", "3"),
+        ("s", "null", "null"),
+        ("s", " two  spaces ", " two  spaces "),
+        ("o", "null", None),
+        ("o", "nul", "nul"),
+        ("b", "true", True),
+        ("b", "True", True),
+        ("l", "[1, 2.5]", [1, 2.5]),
+        ("e", "1", 1),
+        ("e", "x", "x"),
+        ("any", '{"a": 1}', {"a": 1}),
+        ("any", "12", "12"),
+    ],
+)
+def test_values_in_elements_follow_their_schema(key, raw, value):
+    """A string `null` becomes None, a number stays a string: types by guess, not by schema."""
+    body = f"<function=typed>\n<parameter={key}>\n{raw}\n</parameter>\n</function>"
+    (call,) = parse("qwen3_coder", body, [TYPED])
+    assert json.loads(call.arguments) == {key: value}
+
+
+@pytest.mark.parametrize(("key", "raw"), [("n", "abc"), ("n", ""), ("n", "3.5"), ("b", "yes"), ("l", "1, 2")])
+def test_values_of_the_wrong_type_are_refused(key, raw):
+    """A bad integer raises out of the parser, or an unparsed string is passed on as if it were a list."""
+    with pytest.raises(Refused):
+        parse("qwen3_coder", f"<function=typed>\n<parameter={key}>\n{raw}\n</parameter>\n</function>", [TYPED])
+
+
+def test_a_string_where_a_number_belongs_is_read_and_noted():
+    """`"days": "3"` loses the whole call although it can mean only one thing."""
+    (call,) = parse("json_tools", CALL.replace("Paris", 'Paris", "days": "3'))
+    assert json.loads(call.arguments)["days"] == 3 and "days" in call.notes[0]
+
+
+def test_gemma_nesting_and_quotes():
+    """Braces, commas and quotes inside Gemma's quoted strings end the value early."""
+    (call,) = parse("gemma4", 'call:typed{s:<|"|>a}, "b": {<|"|>,l:[1,2],any:{k:<|"|>v<|"|>}}', [TYPED])
+    assert json.loads(call.arguments) == {"s": 'a}, "b": {', "l": [1, 2], "any": {"k": "v"}}
+
+
+def test_pythonic_never_runs_anything():
+    """A call's value that is an expression rather than a literal."""
+    for body in ("[get_weather(city=open('/etc/passwd'))]", "[get_weather('Paris')]", "get_weather"):
+        with pytest.raises(Refused):
+            parse("pythonic", body)
+
+
+def test_members_keep_the_source_text():
+    """Arguments re-serialised with other spaces or key order (report 4.6)."""
+    text = '{"b" : [1,  2], "a":{"x":"\\u00e9\\"" }}'
+    assert list(members(text)) == [("b", "[1,  2]"), ("a", '{"x":"\\u00e9\\"" }')]
+
+
+def test_read_says_what_is_left():
+    """Text behind a value disappears."""
+    value = read(' {"a": 1} tail')
+    assert (value.value, value.rest, value.notes) == ({"a": 1}, " tail", [])
+
+
+def test_a_foreign_parser_cannot_lose_a_call():
+    """A future parser of mlx-lm that answers `{}` to what it does not understand."""
+    from dataclasses import replace
+
+    from ds4cli.tools.formats import Foreign
+
+    lenient = Foreign(lambda text, tools: {"name": "now", "arguments": {}})
+    fmt = replace(FORMATS["json_tools"], name="new", style=lenient)
+    assert parse_calls(fmt, "now()", TOOLS)[0].arguments == "{}"
+    with pytest.raises(Refused, match="dropped"):
+        parse_calls(fmt, "now " + "something that matters " * 10, TOOLS)
+    crash = replace(fmt, style=Foreign(lambda text, tools: 1 / 0))
+    with pytest.raises(Refused, match="ZeroDivisionError"):
+        parse_calls(crash, "x", TOOLS)
