@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ds4cli import drafters, heads, loading, storage
+from ds4cli import delta, drafters, heads, loading, storage
 from ds4cli.caches import adapt, build_caches
 from ds4cli.capabilities import Capabilities, survey
 from ds4cli.errors import UsageError
@@ -20,6 +20,7 @@ from ds4cli.sampling import Sampler
 from ds4cli.session import Session
 from ds4cli.settings import Settings
 from ds4cli.tape import Recorder
+from ds4cli.tape.check import self_check
 from ds4cli.timeline import Limits, Timeline
 
 # Rows of one block at most: what the slack of a sliding window allows beyond the horizon.
@@ -27,17 +28,42 @@ MAX_DRAFT_TOKENS = 31
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A model ready to run: with its tape recorder armed where it has recurrent layers."""
+class Armed:
+    """What was attached to a model's own modules, once: recording, chunked rule, head."""
 
-    model: Any
     recorder: Recorder | None
+    notices: list[str]
 
     @classmethod
-    def arm(cls, model: Any) -> Loaded:
-        recurrent = any(not a.seekable for a in adapt(build_caches(model, 0)))
-        heads.arm(model)
-        return cls(model, Recorder.arm(model) if recurrent else None)
+    def of(cls, model: Any) -> Armed:
+        """Arm `model`, or return what armed it before: engines may share one model."""
+        armed = getattr(model, "ds4cli_armed", None)
+        if armed is None:
+            heads.arm(model)
+            delta.use_chunked(model)
+            armed = cls(*_recorder(model))
+            model.ds4cli_armed = armed
+        return armed
+
+
+def _recorder(model: Any) -> tuple[Recorder | None, list[str]]:
+    """The model's recorder; None, with a notice, where its replay differs from the model."""
+    if all(a.seekable for a in adapt(build_caches(model, 0))):
+        return None, []
+    recorder = Recorder.arm(model)
+    notices = [f"recurrent layers replay whole modules: {n}" for n in leaves(recorder.families)]
+    difference = self_check(model, recorder, lambda: build_caches(model, 0))
+    if difference <= 1:
+        return recorder, notices
+    recorder.disarm()
+    return None, [
+        "replaying the recurrences does not reproduce this model, so going back feeds tokens again"
+    ]
+
+
+def leaves(families: Sequence[str]) -> list[str]:
+    """The recurrences that no family knows and that are replayed module by module."""
+    return [name for name in families if name.startswith("leaf")]
 
 
 class Engine:
@@ -64,15 +90,11 @@ class Engine:
         self.notices = list(notices)
         self.stop_ids = set(tokenizer.eos_token_ids)
         self.max_draft_tokens = MAX_DRAFT_TOKENS
-        self._target = Loaded.arm(model)
-        self._draft = None if draft is None else Loaded.arm(draft)
-        self.capabilities: Capabilities = survey(
-            self._timeline(self._target), self._target.recorder
-        )
-
-    @property
-    def model(self) -> Any:
-        return self._target.model
+        self.model = model
+        self._draft = draft
+        armed = Armed.of(model)
+        self.notices += armed.notices
+        self.capabilities: Capabilities = survey(self._timeline(model), armed.recorder)
 
     @classmethod
     def load(cls, model: str | Path = "builtin", **settings: Any) -> Engine:
@@ -107,7 +129,7 @@ class Engine:
 
     def session(self) -> Session:
         """A new, empty session."""
-        return self.session_from(self._timeline(self._target))
+        return self.session_from(self._timeline(self.model))
 
     def session_from(self, timeline: Timeline) -> Session:
         """A session that goes on from `timeline`."""
@@ -118,7 +140,7 @@ class Engine:
 
     def load_session(self, path: str | Path) -> Session:
         """The session saved at `path`. StateError if it is torn or another model's."""
-        timeline = self._timeline(self._target)
+        timeline = self._timeline(self.model)
         timeline.load_state(storage.read(path, self.fingerprint))
         return self.session_from(timeline)
 
@@ -126,7 +148,7 @@ class Engine:
         """Write `timeline` to `path`, whole or not at all."""
         storage.write(path, timeline.state(), self.fingerprint)
 
-    def _timeline(self, loaded: Loaded) -> Timeline:
+    def _timeline(self, model: Any) -> Timeline:
         settings = self.settings
         limits = Limits(
             horizon_tokens=settings.horizon_tokens,
@@ -134,8 +156,8 @@ class Engine:
             chunk_tokens=settings.prefill_step_size,
         )
         return Timeline(
-            loaded.model,
-            loaded.recorder,
+            model,
+            Armed.of(model).recorder,
             limits,
             kv_bits=settings.kv_bits,
             kv_group_size=settings.kv_group_size,

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from ds4cli.drafters.length import DraftLength
 from ds4cli.errors import StateError, UsageError
 from ds4cli.rewind import RewindPlan, RewindReport
-from ds4cli.text import Detokenizer, StopScanner
+from ds4cli.sampling import refuse_nan
+from ds4cli.text import Detokenizer, StopHit, StopScanner
 
 if TYPE_CHECKING:
     from ds4cli.engine import Engine
@@ -94,6 +96,7 @@ class Session:
         self.sampler = sampler
         self.drafter = drafter
         self.stats = Stats(drafter=drafter.name)
+        self.length = DraftLength(engine.settings)
         self._timeline = timeline
         self._next: tuple[int, int, int] | None = None  # pos, attempt, the token picked for it
 
@@ -177,15 +180,12 @@ class Session:
 
         max_tokens: commit at most this many. drafts: use these guesses instead of the drafter's.
         """
-        begin = time.perf_counter()
         first = self.next_token()
         if first in self.engine.stop_ids:
             return Step([], "stop")
         if drafts is None:
             drafts = self._propose(first, max_tokens)
-        kept = self._verify([first, *drafts])
-        self.stats.decode_s += time.perf_counter() - begin
-        return Step(kept)
+        return Step(self._verify([first, *drafts]))
 
     def next_token(self) -> int:
         """The token that the next step will feed first."""
@@ -204,12 +204,11 @@ class Session:
             room = min(room, max_tokens - 1)
         if self.engine.context_tokens is not None:
             room = min(room, self.engine.context_tokens - self.pos - 1)
-        if room <= 0:
-            return []
-        return list(self.drafter.propose([*self._timeline.tokens, first], room))[:room]
+        return self.length.draft(self.drafter, [*self._timeline.tokens, first], room)
 
     def _verify(self, feed: list[int]) -> list[int]:
         """One model call on the block; commit its first token and the drafts that agree."""
+        begin = time.perf_counter()
         timeline, start = self._timeline, self.pos
         rows = timeline.feed(feed)
         try:
@@ -219,9 +218,11 @@ class Session:
             raise
         timeline.evaluate(picks)
         picks = picks.tolist()
+        refuse_nan(rows, picks)
         accepted = accepted_drafts(feed[1:], picks, self.engine.stop_ids)
         timeline.commit(1 + accepted)
         self._next = (self.pos, self.attempt, picks[accepted])
+        self.length.observe(len(feed), 1 + accepted, time.perf_counter() - begin)
         self.stats.count_block(len(feed) - 1, accepted)
         self.stats.generated_tokens += 1 + accepted
         self.stats.forwards += 1
@@ -253,20 +254,71 @@ class Session:
     def _blocks(
         self, reply: _Reply, limit: int | None, cancel: Callable[[], bool]
     ) -> Iterator[Event]:
+        steps = self._steps(None if limit is None else self.pos + limit)
         while (reason := self._reason_to_end(reply, limit, cancel)) is None:
-            step = self.step(None if limit is None else limit - reply.count(self.pos))
+            begin = time.perf_counter()
+            step = next(steps)
+            self.stats.decode_s += time.perf_counter() - begin
             if step.finish_reason is not None:
                 reason = step.finish_reason
                 break
-            text, kept = reply.take(step.tokens)
-            if kept is not None:
-                dropped = self.pos - kept
-                self.rewind(kept)
-                self.stats.generated_tokens -= dropped
-                yield Event(step.tokens[: max(0, len(step.tokens) - dropped)], text, "stop")
+            text, hit = reply.take(step.tokens)
+            if hit is not None:
+                self._keep(reply.start + hit.kept)
+                yield Event(reply.report(hit.kept), text, "stop")
                 return
-            yield Event(step.tokens, text)
-        yield Event([], reply.flush(), reason)
+            yield Event(reply.report(reply.scanner.settled), text)
+        steps.close()
+        yield Event(reply.report(None), reply.flush(), reason)
+
+    def _keep(self, pos: int) -> None:
+        """Drop the generated tokens from `pos` on: they belong to a stop string."""
+        self.stats.generated_tokens -= self.pos - pos
+        self.rewind(pos)
+
+    def _steps(self, end: int | None) -> Iterator[Step]:
+        """Blocks without end, or up to position `end`; plain decoding runs one call ahead."""
+        while True:
+            if self.drafter.name != "none" or self.sampler.needs_history:
+                yield self.step(None if end is None else end - self.pos)
+            else:
+                yield from self._plain_steps(end)
+
+    def _plain_steps(self, end: int | None) -> Iterator[Step]:
+        """One token a step, the next call being built while this one runs. Returns when somebody
+        moved the session meanwhile."""
+        token = self.next_token()
+        if token in self.engine.stop_ids:
+            yield Step([], "stop")
+            return
+        try:
+            pick = self._run_ahead(mx.array([token], mx.int32))
+            while self._timeline.open_blocks:
+                last = end is not None and self.pos + 1 >= end
+                following = None if last else self._run_ahead(pick)
+                value = pick.item()
+                self._timeline.commit(1)
+                self._count_plain(value)
+                yield Step([token])
+                if value in self.engine.stop_ids:
+                    return
+                token, pick = value, following
+        finally:
+            self._timeline.abort()
+
+    def _run_ahead(self, token: mx.array) -> mx.array:
+        """Open a block on a token (1,) that may not be known yet; the next pick, being computed."""
+        pos = self.pos + self._timeline.open_blocks + 1
+        rows = self._timeline.feed(token)
+        pick = self.sampler.pick(rows, pos, ())
+        self._timeline.evaluate(pick, wait=False)
+        return pick
+
+    def _count_plain(self, following: int) -> None:
+        self._next = (self.pos, self.attempt, following)
+        self.stats.count_block(0, 0)
+        self.stats.generated_tokens += 1
+        self.stats.forwards += 1
 
     def _reason_to_end(
         self, reply: _Reply, limit: int | None, cancel: Callable[[], bool]
@@ -286,19 +338,28 @@ class _Reply:
     detokenizer: Detokenizer
     scanner: StopScanner
     start: int
+    tokens: list[int] = field(default_factory=list)
+    _reported: int = 0
 
     def count(self, pos: int) -> int:
         return pos - self.start
 
-    def take(self, tokens: Sequence[int]) -> tuple[str, int | None]:
-        """The text to show for `tokens`, and the position to keep if a stop string was found."""
+    def take(self, tokens: Sequence[int]) -> tuple[str, StopHit | None]:
+        """The text to show for newly committed tokens, and the hit if a stop string is complete."""
+        self.tokens.extend(tokens)
         shown = []
         for token in tokens:
             text, hit = self.scanner.push(self.detokenizer.push(token))
             shown.append(text)
             if hit is not None:
-                return "".join(shown), self.start + hit.kept
+                return "".join(shown), hit
         return "".join(shown), None
+
+    def report(self, end: int | None) -> list[int]:
+        """The reply's tokens up to the `end`-th (None: all) that no event had yet."""
+        new = self.tokens[self._reported : end]
+        self._reported += len(new)
+        return new
 
     def flush(self) -> str:
         text, hit = self.scanner.push(self.detokenizer.flush())

@@ -96,6 +96,11 @@ class StopScanner:
         self._held = ""
         return text[:start], StopHit(sum(end <= position for end in self._ends))
 
+    @property
+    def settled(self) -> int:
+        """Tokens whose text was let through whole: no stop string can take them back."""
+        return sum(end <= self._emitted for end in self._ends)
+
     def flush(self) -> str:
         """The text still held when generation ends."""
         held, self._held = self._held, ""

@@ -141,6 +141,11 @@ class Timeline:
     def pos(self) -> int:
         return len(self.tokens)
 
+    @property
+    def open_blocks(self) -> int:
+        """Model calls that are fed but not committed."""
+        return len(self._open)
+
     # -- forward: one model call ------------------------------------------------------------------
 
     def feed(

@@ -9,8 +9,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from tiny import V, build
 
-
-
+from ds4cli.drafters import Drafter
 
 FAMILIES = (
     "llama",
@@ -97,7 +96,7 @@ def check(model, session) -> None:
     assert error(model, session) < TOLERANCE
 
 
-class OracleDrafter:
+class OracleDrafter(Drafter):
     """Knows what comes and is right with probability p, token by token."""
 
     name = "oracle"
@@ -109,8 +108,6 @@ class OracleDrafter:
         known = self.truth[len(tokens) : len(tokens) + n]
         draws = mx.random.uniform(shape=(n,), key=mx.random.key(len(tokens))).tolist()
         return [t if d < self.right else (t + 1) % V for t, d in zip(known, draws, strict=False)]
-
-    def rewind(self, pos: int) -> None: ...
 
 
 @contextmanager

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ds4cli.drafters import Drafter
 from ds4cli.sampling import Sampler
-
 from ds4cli.timeline import Timeline
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Guesses by running the draft model one token at a time behind the target."""
 
     name = "model"
+    is_free = False
 
     def __init__(self, timeline: Timeline, sampler: Sampler):
         self.timeline = timeline
@@ -37,6 +38,3 @@ class ModelDrafter:
     def _pick(self, history: Sequence[int]) -> int:
         row = self.timeline.logits[None]
         return self._sampler.pick(row, self.timeline.pos, history).item()
-
-    def rewind(self, pos: int) -> None:
-        """Nothing to do: the next proposal moves the timeline to the target's tokens."""
