@@ -27,20 +27,26 @@ def names_used(cls: type) -> frozenset[str]:
     return frozenset(name for f in _methods(cls) for name in f.__code__.co_names)
 
 
+def derived(cls: type, *methods: Callable) -> type:
+    """A subclass of `cls`, under its name, with these methods."""
+    body = {m.__name__: m for m in methods}
+    return type(cls.__name__, (cls,), {**body, "__module__": cls.__module__})
+
+
 def rebound(cls: type, replace: Mapping[str, Callable[[Callable], Callable]]) -> type:
     """A subclass of `cls` in which each global function named in `replace` is wrapped.
 
     replace: name -> maker; the maker gets the function that the name means now.
     """
     globals_of: dict[int, dict] = {}
-    body = {}
+    methods = []
     for method in _methods(cls):
         names = [n for n in replace if n in method.__code__.co_names and n in method.__globals__]
         if names:
             scope = globals_of.setdefault(id(method.__globals__), dict(method.__globals__))
             scope.update({n: replace[n](method.__globals__[n]) for n in names})
-            body[method.__name__] = with_globals(method, scope)
-    return type(cls.__name__, (cls,), {**body, "__module__": cls.__module__})
+            methods.append(with_globals(method, scope))
+    return derived(cls, *methods)
 
 
 def with_globals(function: FunctionType, scope: dict) -> FunctionType:

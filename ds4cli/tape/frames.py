@@ -14,6 +14,7 @@ from typing import Any
 
 from mlx_lm.models.cache import ArraysCache, CacheList
 
+from ds4cli.rebind import derived
 from ds4cli.tape.tracks import Track
 
 
@@ -112,4 +113,4 @@ def framed(cls: type, slot: int = 0) -> type:
     def __call__(self, *args, **kwargs):
         return run(inner, self, args, kwargs, slot)
 
-    return type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
+    return derived(cls, __call__)

@@ -34,21 +34,21 @@ class Recorder:
         could record it.
         """
         needed = len(arrays_caches(make_prompt_cache(model)))
-        swaps = Swaps()
-        if not needed:
-            return cls([], swaps)
-        found = [(family.name, family.arm, m) for family, m in _owners(model)]
-        if len(found) < needed:
-            unknown = _leaves(model, [m for *_, m in found])
-            found += [(leaf.name_of(m), leaf.arm, m) for m in unknown]
-        if len(found) < needed:
+        found = list(_owners(model)) if needed else []
+        leaves = leaf.candidates(model, [m for _, m in found]) if len(found) < needed else []
+        unknown = leaf.innermost(leaves)
+        if len(found) + len(unknown) < needed:
             raise ModelError(
-                f"`{type(model).__module__}` has {needed} recurrent caches, and only {len(found)} "
-                "modules that can be recorded"
+                f"`{type(model).__module__}` has {needed} recurrent caches, but only "
+                f"{len(found) + len(unknown)} modules that can be recorded"
             )
-        for _, arm, module in found:
-            arm(module, swaps)
-        return cls(list(dict.fromkeys(name for name, *_ in found)), swaps)
+        swaps = Swaps()
+        for family, module in found:
+            family.arm(module, swaps)
+        for module in leaves:
+            leaf.arm(module, swaps)
+        names = [f.name for f, _ in found] + [f"leaf ({type(m).__name__})" for m in unknown]
+        return cls(list(dict.fromkeys(names)), swaps)
 
     def disarm(self) -> None:
         """Give every instance its own class back."""
@@ -70,12 +70,6 @@ def _owners(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
         family = next((f for f in FAMILIES if f.owns(module)), None)
         if family is not None:
             yield family, module
-
-
-def _leaves(model: nn.Module, known: list[nn.Module]) -> list[nn.Module]:
-    """Modules of no family that may keep a recurrent cache, outside the known ones."""
-    inside = {id(part) for module in known for part in module.modules()}
-    return [m for m in model.modules() if id(m) not in inside and leaf.owns(m)]
 
 
 def arrays_caches(caches: Sequence[Any]) -> list[ArraysCache]:

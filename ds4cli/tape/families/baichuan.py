@@ -6,7 +6,7 @@ from functools import cache
 
 import mlx.nn as nn
 
-from ds4cli.rebind import Swaps
+from ds4cli.rebind import Swaps, derived
 from ds4cli.tape import frames
 from ds4cli.tape.tracks import Tail
 
@@ -29,5 +29,4 @@ def _recording(cls: type) -> type:
             frame.add(Tail((u.swapaxes(1, 2),), 1, time_axis=2))
         return cls._custom_convolution(self, u, weights, state)
 
-    body = {"_custom_convolution": _custom_convolution, "__module__": cls.__module__}
-    return frames.framed(type(cls.__name__, (cls,), body))
+    return frames.framed(derived(cls, _custom_convolution))

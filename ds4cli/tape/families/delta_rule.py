@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ds4cli import delta
-from ds4cli.rebind import Swaps, calls, rebound, with_globals
+from ds4cli.rebind import Swaps, calls, derived, rebound, with_globals
 from ds4cli.tape import frames
 from ds4cli.tape.families.short_conv import arm_convolutions
 from ds4cli.tape.tracks import Track
@@ -87,4 +87,4 @@ def _never_compiled(cls: type) -> type:
         finally:
             self._step = compiled
 
-    return type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
+    return derived(cls, __call__)

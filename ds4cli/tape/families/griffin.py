@@ -7,7 +7,7 @@ from functools import cache, wraps
 
 import mlx.nn as nn
 
-from ds4cli.rebind import Swaps, calls, rebound
+from ds4cli.rebind import Swaps, calls, derived, rebound
 from ds4cli.tape import frames
 from ds4cli.tape.tracks import States, Tail
 
@@ -34,7 +34,7 @@ def _convolution(cls: type) -> type:
             frame.add(Tail((x,), self.weight.shape[1] - 1))
         return cls.__call__(self, x, cache)
 
-    return type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
+    return derived(cls, __call__)
 
 
 @cache

@@ -1,10 +1,10 @@
 """Any other recurrence: call the module again.
 
 A *leaf* is the innermost module that is handed the recurrent cache; which one that is shows when it
-is called, so every module that may be one is armed. A row is the module's own
-input; the replay gives the kept rows to the module with a new cache that holds the start slots. It
-costs the module's projections, so known recurrences have their own file; it needs no knowledge, so
-an architecture that is new today works today.
+is called, so every module that may be one is armed. A row is the module's own input; the replay
+gives the kept rows to the module with a new cache that holds the start slots. It costs the module's
+projections, so known recurrences have their own file; it needs no knowledge, so an architecture
+that is new today works today.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from ds4cli.errors import ModelError
-from ds4cli.rebind import Swaps, names_used
+from ds4cli.rebind import Swaps, derived, names_used
 from ds4cli.tape import frames
 from ds4cli.tape.tracks import Track
 
@@ -68,19 +68,25 @@ class LeafRows(Track):
         return self.data[arg.index] if isinstance(arg, _Row) else arg
 
 
-def name_of(module: nn.Module) -> str:
-    return f"leaf ({type(module).__name__})"
-
-
 def owns(module: nn.Module) -> bool:
     """Whether it is handed a cache and does not use it as KV rows."""
-    return _takes_cache(type(module))
+    return _takes_cache(type(module)) and "update_and_fetch" not in names_used(type(module))
 
 
 @cache
 def _takes_cache(cls: type) -> bool:
-    uses_rows = "update_and_fetch" in names_used(cls)
-    return "cache" in signature(cls.__call__).parameters and not uses_rows
+    return "cache" in signature(cls.__call__).parameters
+
+
+def candidates(model: nn.Module, known: list[nn.Module]) -> list[nn.Module]:
+    """Modules that may be leaves, outside the known recurrent modules."""
+    inside = {id(part) for module in known for part in module.modules()}
+    return [m for m in model.modules() if id(m) not in inside and owns(m)]
+
+
+def innermost(modules: list[nn.Module]) -> list[nn.Module]:
+    """Those with nothing inside that is handed a cache: the leaves, as far as one can see."""
+    return [m for m in modules if sum(_takes_cache(type(part)) for part in m.modules()) == 1]
 
 
 def arm(module: nn.Module, swaps: Swaps) -> None:
@@ -97,8 +103,7 @@ def _recording(cls: type) -> type:
             frame.add_all(_record(self, frame.cache, args, kwargs))
         return out
 
-    body = {"__call__": __call__, "__module__": cls.__module__}
-    return frames.framed(type(cls.__name__, (cls,), body))
+    return frames.framed(derived(cls, __call__))
 
 
 def _record(module: nn.Module, own: ArraysCache, args: tuple, kwargs: dict) -> LeafRows:

@@ -14,7 +14,7 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 
-from ds4cli.rebind import Swaps
+from ds4cli.rebind import Swaps, derived
 from ds4cli.tape import frames
 from ds4cli.tape.families.short_conv import arm_convolutions
 from ds4cli.tape.tracks import Track
@@ -85,5 +85,4 @@ def _recording(cls: type) -> type:
             frame.add_state(ScanRows((x if x.ndim == 3 else x[:, None],), self))
         return cls.ssm_step(self, x, A, state)
 
-    body = {"ssm_step": ssm_step, "__module__": cls.__module__}
-    return frames.framed(type(cls.__name__, (cls,), body))
+    return frames.framed(derived(cls, ssm_step))

@@ -7,7 +7,7 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 
-from ds4cli.rebind import Swaps
+from ds4cli.rebind import Swaps, derived
 from ds4cli.tape import frames
 from ds4cli.tape.tracks import Tail
 
@@ -30,5 +30,4 @@ def _recording(cls: type) -> type:
             frame.add(Tail((input_ids.astype(mx.int64),), self.n - 1, grows=True))
         return cls.__call__(self, input_ids, cache)
 
-    body = {"__call__": __call__, "__module__": cls.__module__}
-    return frames.framed(type(cls.__name__, (cls,), body))
+    return frames.framed(derived(cls, __call__))

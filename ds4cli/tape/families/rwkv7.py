@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ds4cli import delta
-from ds4cli.rebind import Swaps
+from ds4cli.rebind import Swaps, derived
 from ds4cli.tape import frames
 from ds4cli.tape.tracks import Tail, Track
 
@@ -90,8 +90,7 @@ def _time_mixing(cls: type) -> type:
             frame.add(WkvRows((w, k, v, a, b), after.dtype))
         return y, after
 
-    body = {"_wkv7": _wkv7, "__module__": cls.__module__}
-    return frames.framed(type(cls.__name__, (cls,), body))
+    return frames.framed(derived(cls, _wkv7))
 
 
 @cache
@@ -102,4 +101,4 @@ def _token_shift(cls: type) -> type:
             frame.add(Tail((x,), 1))
         return cls.__call__(self, x, state)
 
-    return type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
+    return derived(cls, __call__)

@@ -9,7 +9,7 @@ from functools import cache
 
 import mlx.nn as nn
 
-from ds4cli.rebind import Swaps
+from ds4cli.rebind import Swaps, derived
 from ds4cli.tape import frames
 from ds4cli.tape.tracks import Tail
 
@@ -59,4 +59,4 @@ def _recording(cls: type) -> type:
             frame.add(Tail((x[:, keep:],), keep))
         return cls.__call__(self, x)
 
-    return type(cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__})
+    return derived(cls, __call__)
