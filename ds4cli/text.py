@@ -77,6 +77,7 @@ class StopScanner:
         self._emitted = 0  # characters let through
         self._ends: list[int] = []  # text length after each token
         self._length = 0
+        self._settled = 0
 
     def push(self, piece: str) -> tuple[str, StopHit | None]:
         """Take one token's text; return what may be shown, and the hit if a stop is complete."""
@@ -99,7 +100,9 @@ class StopScanner:
     @property
     def settled(self) -> int:
         """Tokens whose text was let through whole: no stop string can take them back."""
-        return sum(end <= self._emitted for end in self._ends)
+        while self._settled < len(self._ends) and self._ends[self._settled] <= self._emitted:
+            self._settled += 1
+        return self._settled
 
     def flush(self) -> str:
         """The text still held when generation ends."""
