@@ -156,6 +156,23 @@ def model_of(name: str):
         return build(name)
 
 
+def close(row: mx.array, fresh: mx.array) -> bool:
+    scale = max(1.0, mx.abs(fresh).max().item())
+    return mx.abs(row - fresh).max().item() < TOLERANCE * scale
+
+
+def fresh_rows(model, tokens: list[int]):
+    """The row after `tokens` from stock caches. deepseek_v41 rounds to 4 and 8 bits on the way, so
+    where a value lies on an edge, mlx-lm's own answer differs (4e-3) by the size of the calls."""
+    yield fresh_logits(model, tokens)
+    if model.model_type == "deepseek_v41":
+        for size in (1, 3):
+            caches = model.make_cache()
+            for i in range(0, len(tokens), size):
+                row = model(mx.array([tokens[i : i + size]]), cache=caches)[0, -1]
+            yield row
+
+
 class Rig:
     """A model, its caches and what they have consumed, moved by hand.
 
@@ -198,7 +215,7 @@ class Rig:
     def reach(self) -> range:
         """Positions that every seekable layer says it reaches."""
         low = max((a.reach() for a in self.seekable), default=0)
-        return range(low, min((a.end() for a in self.seekable), default=len(self.tokens)) + 1)
+        return range(low, min([len(self.known), *(a.end() for a in self.seekable)]) + 1)
 
     def targets(self) -> list[int]:
         return [p for p in self.reach() if not self.recurrent or p in self.kept]
@@ -218,9 +235,7 @@ class Rig:
         row = self.call(probe)[-1]
         for a, hold in zip(self.adapters, holds, strict=True):
             a.restore(hold)
-        fresh = fresh_logits(self.model, [*self.tokens, *probe])
-        scale = max(1.0, mx.abs(fresh).max().item())
-        assert mx.abs(row - fresh).max().item() < TOLERANCE * scale
+        assert any(close(row, fresh) for fresh in fresh_rows(self.model, [*self.tokens, *probe]))
 
     def frontier(self) -> list:
         states = [a.frontier() for a in self.adapters]
