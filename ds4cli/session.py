@@ -23,7 +23,7 @@ from ds4cli.text import Detokenizer, StopHit, StopScanner
 
 if TYPE_CHECKING:
     from ds4cli.engine import Engine
-    from ds4cli.timeline import Timeline
+    from ds4cli.timeline import Counters, Timeline
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,24 @@ class Session:
     @attempt.setter
     def attempt(self, value: int) -> None:
         self.sampler.attempt = value
+
+    @property
+    def recording(self) -> bool:
+        """Whether what going back needs is kept. Without it, what cannot be cut is read again."""
+        return self._timeline.recording
+
+    @recording.setter
+    def recording(self, value: bool) -> None:
+        self._timeline.recording = value
+
+    @property
+    def counters(self) -> Counters:
+        """Model calls and tokens fed since this session began, whoever asked for them."""
+        return self._timeline.counters
+
+    def kept_bytes(self) -> dict[str, int]:
+        """Bytes kept alive for going back: "record" (part of the horizon), "horizon", "ladder"."""
+        return self._timeline.kept_bytes()
 
     # -- moving -----------------------------------------------------------------------------------
 

@@ -295,6 +295,12 @@ class Timeline:
         self.ladder.add(Frontier(self.pos, kind, payload, nbytes, logits), self.pos)
         self.ladder.thin(self.pos, max(0, self.limits.budget_bytes - self.horizon.nbytes))
 
+    def kept_bytes(self) -> dict[str, int]:
+        """Bytes kept alive for going back: "record" (part of the horizon), "horizon", "ladder"."""
+        segments = self.horizon.segments
+        record = segments[-1].nbytes if segments else 0
+        return {"record": record, "horizon": self.horizon.nbytes, "ladder": self.ladder.nbytes}
+
     def _mark_if_due(self) -> None:
         newest = self.ladder.frontiers[-1].pos if self.ladder.frontiers else 0
         if self.pos - newest >= max(64, self.limits.horizon_tokens // 4):
