@@ -126,13 +126,18 @@ NoStream = Annotated[
 ]
 
 
-def with_settings(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give `command`, which takes `**flags`, one option per setting; None means not given."""
-    signature = inspect.signature(command, eval_str=True)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    extra = [_parameter(n, o) for n, o in OPTIONS.items() if n not in WITHOUT_OPTION]
-    command.__signature__ = signature.replace(parameters=own + extra)  # type: ignore[attr-defined]
-    return command
+def with_settings(*without: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command that takes `**given` one option per setting; None means not given."""
+    names = [name for name in OPTIONS if name not in (*WITHOUT_OPTION, *without)]
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        extra = [_parameter(name, OPTIONS[name]) for name in names]
+        command.__signature__ = signature.replace(parameters=own + extra)  # type: ignore
+        return command
+
+    return decorate
 
 
 def _parameter(name: str, option: Option) -> inspect.Parameter:
@@ -236,7 +241,7 @@ def main(
 
 
 @app.command()
-@with_settings
+@with_settings()
 def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; - reads it from standard input.")
@@ -278,7 +283,7 @@ def generate(
 
 
 @app.command()
-@with_settings
+@with_settings("raw")
 def chat(
     resume: Annotated[
         bool, typer.Option("--continue", "-c", help="Go on with the latest session.")
@@ -299,9 +304,11 @@ def chat(
     single: Annotated[
         bool, typer.Option("--single", help="All of standard input is one message.")
     ] = False,
-    no_markdown: Annotated[
+    raw: Annotated[
         bool,
-        typer.Option("--no-markdown", help="Show replies as they are.", rich_help_panel=OUTPUT),
+        typer.Option(
+            "--raw", help="Show replies as they are, no Markdown.", rich_help_panel=OUTPUT
+        ),
     ] = False,
     config: Config = None,
     no_config: NoConfig = False,
@@ -327,7 +334,7 @@ def chat(
         save=not no_save,
         history=not no_history,
         single=single,
-        markdown=not no_markdown,
+        markdown=not raw,
         drop_reasoning=drop_reasoning,
         quiet=quiet,
     )

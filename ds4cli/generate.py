@@ -79,7 +79,7 @@ def gather_prompt(
     names = [str(file) for file in files]
     nothing_given = prompt is None and not names
     if nothing_given and (stdin is None or stdin.isatty()):
-        hint = "give one as an argument, with `-p`, with `-f FILE`, or through a pipe"
+        hint = "give one as an argument, with `-p`, `-f FILE` or a pipe; or try `ds4cli chat`"
         raise UsageError("no prompt", hint)
     pieces = []
     if "-" in (prompt, *names) or (stdin is not None and not stdin.isatty()):
@@ -138,22 +138,12 @@ def _utf8(text: str, what: str) -> str:
 
 
 def read_tools(path: str | None) -> list[dict[str, Any]]:
-    """The tool definitions of a JSON file, in OpenAI form; none without a file."""
+    """The declared tools of a JSON file, in OpenAI form; none without a file."""
     if path is None:
         return []
-    try:
-        tools = json.loads(_read_file(path))
-    except ValueError as error:
-        raise UsageError(f"`{path}` is not JSON: {error}") from None
-    if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
-        hint = 'each is `{"type": "function", "function": {"name": ...}}`'
-        raise UsageError(f"`{path}` is not a list of tools", hint)
-    return tools
+    from ds4cli.tools import load_tools
 
-
-def _is_tool(tool: Any) -> bool:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+    return [tool.spec for tool in load_tools(path)]
 
 
 # --- the model ----------------------------------------------------------------------------------

@@ -144,7 +144,8 @@ def test_raw_keeps_every_byte_of_a_file(engine):
 
 def test_system_text_tools_and_thinking_reach_the_template(engine):
     """Guards: a flag that is accepted and then ignored."""
-    tools = [{"type": "function", "function": {"name": "f"}}]
+    parameters = {"type": "object", "properties": {}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     Path("tools.json").write_text(json.dumps(tools))
     assert run("hi", "-s", "be brief", "--no-think", "--tools", "tools.json").exit_code == 0
     assert engine.last_render["messages"][0] == {"role": "system", "content": "be brief"}
