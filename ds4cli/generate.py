@@ -263,7 +263,7 @@ def peak_bytes() -> int:
 
 def report(engine: Engine, session: Session, completion: Completion) -> dict[str, Any]:
     """One reply as a JSON object: OpenAI's names for usage, llama-server's for timings."""
-    stats, settings = session.stats, engine.settings
+    stats, settings, kept = session.stats, engine.settings, session.kept_bytes()
     return {
         "model": settings.model,
         "text": completion.text,
@@ -280,6 +280,7 @@ def report(engine: Engine, session: Session, completion: Completion) -> dict[str
             "count": stats.rewinds,
             "discarded_tokens": stats.discarded_tokens,
             "replayed_tokens": stats.replayed_tokens,
+            "tape_bytes": kept["horizon"] + kept["ladder"],
         },
         "seed": settings.seed,
         "settings": asdict(settings),

@@ -62,6 +62,9 @@ class FakeSession:
         progress(len(tokens), len(tokens))
         self.stats.prompt_tokens = len(tokens)
 
+    def kept_bytes(self) -> dict[str, int]:
+        return {"record": 1, "horizon": 3, "ladder": 4}
+
     def stream(self, *, cancel: Any) -> Iterator[Any]:
         for piece in self.engine.pieces:
             if cancel():

@@ -269,7 +269,8 @@ def test_json_is_one_object_with_the_promised_fields():
     assert found["timings"]["predicted_per_second"] == 8.0 and found["timings"]["prompt_n"] == 4
     assert (found["timings"]["draft_n"], found["timings"]["draft_n_accepted"]) == (4, 3)
     assert found["speculative"]["accept_counts"] == [1, 0, 1]
-    assert {"count", "discarded_tokens", "replayed_tokens"} <= set(found["rewind"])
+    assert set(found["rewind"]) == {"count", "discarded_tokens", "replayed_tokens", "tape_bytes"}
+    assert found["rewind"]["tape_bytes"] == 7
     assert found["seed"] == 3 and set(found["settings"]) == set(OPTIONS)
     assert result.stderr == ""
 
