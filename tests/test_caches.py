@@ -277,6 +277,8 @@ def run_schedule(rig: Rig, steps: int = 12) -> None:
 @pytest.mark.parametrize("name", SEEKABLE)
 def test_any_schedule_of_blocks_and_seeks_equals_a_fresh_prefill(name):
     """Where a window wraps, a group closes or a buffer grows, no row may be lost or kept."""
+    if name == "gemma3n" and not hasattr(KVCache, "keys_and_values"):
+        pytest.skip("the answer of mlx-lm 0.31's own gemma3n depends on the size of the calls")
     for seed, slack in enumerate((0, 5, 24)):
         run_schedule(Rig(name, slack, seed, step=[1, 4, 16][seed]))
 
@@ -510,8 +512,8 @@ def test_a_fork_costs_nothing_until_both_write(make):
     write(first)
     assert write(first) < size / 20
     second = first.fork()
-    hold, frontier_free = second.hold(), write(first)
-    assert frontier_free < size / 20
+    hold = second.hold()
+    assert write(first) < size / 20
     assert size / 4 < write(second)  # now it has to leave
     assert write(second) < size / 20
     assert write(first) < size / 20
