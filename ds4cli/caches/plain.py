@@ -32,7 +32,7 @@ class KeysAndValues:
 
     def load_state(self, arrays: dict[str, mx.array], meta: dict[str, Any]) -> None:
         self.cache.keys, self.cache.values = arrays.get("keys"), arrays.get("values")
-        self.cache.offset = meta["pos"]
+        self.cache.offset, self._sought = meta["pos"], None
 
     def bytes_per_token(self) -> int:
         arrays = self.arrays()
