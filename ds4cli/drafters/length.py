@@ -27,6 +27,8 @@ FIRST_PATIENCE, LAST_PATIENCE = 32, 512
 ASSUMED_CHANCE = (0.6, 0.25, 0.5, 0.6, 0.7, 0.8, 0.9)
 ASSUMED_WEIGHT = 2.0
 LATER_WEIGHT = 16.0
+# Expected gain, in tokens a block, below which plain decoding is kept: less is within the noise.
+WORTHWHILE = 0.02
 FIRST_REACH = 2
 ENOUGH_TRIES = 6
 MAX_OPEN = 8
@@ -115,7 +117,7 @@ class DraftLength:
     def _best(self, chances: Chances, most: int) -> int:
         """The number of guesses with the largest expected gain, in tokens, over a one-row call."""
         most = min(most, chances.reach)
-        best, best_gain, kept = 0, 0.0, 0.0
+        best, best_gain, kept = 0, WORTHWHILE, 0.0
         steps = zip(chances.survival(), self._costs.extra_tokens(most), strict=False)
         for k, (alive, price) in enumerate(steps, 1):
             kept += alive
