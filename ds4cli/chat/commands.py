@@ -184,7 +184,7 @@ def edit(chat: Chat, argument: str) -> None:
     if number == 0 and first:
         return system(chat, text or editor.edit(chat.line.system or "") or "")
     turn = chat.line.turn(number)
-    old = chat.conversation.rawText(turn) if turn.is_reply else turn.content
+    old = chat.conversation.raw_text(turn) if turn.is_reply else turn.content
     new = text.strip() or editor.edit(old)
     if not new or new == old:
         return chat.note("nothing changed")
@@ -199,7 +199,7 @@ def edit(chat: Chat, argument: str) -> None:
 def _edit_reply(chat: Chat, before: Line, turn: Turn, text: str) -> None:
     conversation = chat.conversation
     edited = conversation.scribe.edit_reply(turn, text, turn.content)
-    answer = conversation.answerText(before, edited.tokens)
+    answer = conversation.answer_text(before, edited.tokens)
     edited = replace(edited, content=answer, finish_reason="edited")
     chat.move(lambda watch: conversation.go_back(before.plus(edited), watch))
     chat.note("/continue goes on from here")
@@ -369,7 +369,7 @@ def set_(chat: Chat, argument: str) -> None:
         fixed = "is fixed while a model is loaded" if name in OPTIONS else "is no setting"
         raise UsageError(f"`{name}` {fixed}", settings.nearest(name, SETTABLE))
     if text:
-        value = settings.parseText(name, text.strip())
+        value = settings.parse_text(name, text.strip())
         chat.conversation.use(dataclasses.replace(chat.settings, **{name: value}))
     chat.note(f"{name} = {getattr(chat.settings, name)}")
 

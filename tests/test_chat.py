@@ -1,0 +1,763 @@
+"""The chat's commands on a tiny random hybrid: what is said, what is read, what is kept."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import talk
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from talk import check, check_replies, check_reply
+
+from ds4cli import chat as chat_module
+from ds4cli import journal
+from ds4cli.chat import Request, commands, editor, prompt, shelf
+from ds4cli.chat.markdown import BlockScanner, rows_of
+from ds4cli.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def engine(hybrid_folder):
+    return talk.load(hybrid_folder)
+
+
+@pytest.fixture
+def said(engine):
+    """A chat of two exchanges."""
+    return talk.chat(engine, "the first", "the second")
+
+
+def editing(monkeypatch, body: str) -> None:
+    """Make the user's editor a Python script; `text` and `path` are at hand in `body`."""
+    code = f"import sys; path = sys.argv[1]; text = open(path).read(); {body}"
+    monkeypatch.setenv("VISUAL", f"{sys.executable} -c {json.dumps(code)}")
+
+
+def texts(chat) -> list[str]:
+    return [turn.content for turn in chat.line.turns]
+
+
+# -- what is read --------------------------------------------------------------------------------
+
+
+def test_a_turn_reads_only_its_own_tokens(engine):
+    """Guards: the conversation being read again at every turn."""
+    chat = talk.chat(engine, "the first message of this chat", "the second")
+    fed = chat.counters.fed_tokens
+    chat.take("a third one")
+    asked, answered = chat.line.turns[-2:]
+    calls = chat.counters.fed_tokens - fed
+    assert len(asked.tokens) + len(answered.tokens) <= calls
+    assert chat.session.stats.prompt_tokens == 0  # counted into the totals
+    stats = chat.totals
+    assert stats["replayed_tokens"] == 0
+    check_replies(chat, engine)
+
+
+def test_undo_reads_nothing_and_the_next_message_only_itself(said):
+    """Guards: /undo on a hybrid costing more than a block of replay."""
+    fed = said.counters.fed_tokens
+    said.take("/undo")
+    assert said.counters.fed_tokens == fed
+    line = said.conversation.scribe.ask(said.line, {"role": "user", "content": "another"})
+    new = len(line.tokens) - len(said.line.tokens)
+    said.conversation.ask({"role": "user", "content": "another"}, watch=talk.Watch())
+    assert said.counters.fed_tokens - fed <= new + 32
+
+
+def test_retry_reads_nothing_before_the_first_new_token(said):
+    """Guards: a retry that reads the prompt again, or one token of it to get its logits."""
+    fed = said.counters.fed_tokens
+    watch = talk.Watch()
+    report, attempt = said.conversation.retry(len(said.line.turns), watch)
+    assert (report.replayed, report.prefilled, report.forwards) == (0, 0, 0)
+    assert said.session.logits is not None and attempt == 1
+    said.conversation.catch_up(watch)
+    assert said.counters.fed_tokens == fed
+
+
+def test_clear_keeps_the_system_text_and_reads_nothing(engine):
+    """Guards: the system text being read again after /clear."""
+    chat = talk.chat(engine, "/system You are a very brief and careful helper.", "hi", "ho")
+    fed = chat.counters.fed_tokens
+    chat.take("/clear")
+    assert chat.counters.fed_tokens == fed and chat.line.turns == ()
+    assert chat.line.system.startswith("You are")
+    chat.take("/redo")
+    assert len(chat.line.turns) == 4
+    check(chat)
+
+
+def test_switching_back_reads_what_differs(said, engine):
+    """Guards: a branch being read from its beginning."""
+    said.take("/branch idea")
+    said.take("over there")
+    shared = len(said.line.upto(4).tokens)
+    fed = said.counters.fed_tokens
+    said.take("/switch main")
+    assert said.counters.fed_tokens - fed <= 32 and len(said.line.tokens) == shared
+    said.take("/switch idea")
+    check(said)
+    check_replies(said, engine)
+
+
+# -- going back ----------------------------------------------------------------------------------
+
+
+def test_undo_redo(said, capsys):
+    """Guards: redo bringing other turns back, or a report that does not say what happened."""
+    before = said.line
+    said.take("/undo 2")
+    assert said.line.turns == () and "dropped" in capsys.readouterr().err
+    said.take("/redo")
+    assert said.line == before
+    check(said)
+
+
+def test_retry_draws_anew_and_keeps_the_old_reply(engine):
+    """Guards: a retry with the same noise, or one that loses the reply it replaces."""
+    chat = talk.chat(engine, settings=replace(engine.settings, temp=1.0))
+    chat.take("say something")
+    old = chat.line
+    chat.take("/retry")
+    assert chat.line.turns[1].attempt == 1 and chat.line.turns[1].tokens != old.turns[1].tokens
+    chat.take("/retry")
+    assert chat.line.turns[1].attempt == 2
+    chat.take("/switch ~1")
+    assert chat.line == old
+    check(chat)
+    check_replies(chat, engine)
+
+
+def test_retry_at_temperature_zero_says_so(said, capsys):
+    """Guards: a user waiting for another reply that cannot come."""
+    before = said.line
+    said.take("/retry")
+    assert "same" in capsys.readouterr().err
+    assert said.line.turns[-1].tokens == before.turns[-1].tokens
+
+
+def test_retry_of_an_earlier_reply_drops_later_turns(said, engine):
+    """Guards: /retry 2 answering the wrong message."""
+    old = said.line
+    said.take("/retry 2")
+    assert len(said.line.turns) == 2 and said.line.turns[0] == old.turns[0]
+    assert said.conversation.transcript.branches()["~1"] == old
+    check_replies(said, engine)
+
+
+def test_rewind_to_a_reply_and_to_a_message(said):
+    """Guards: a rewound message being lost instead of coming back into the input line."""
+    said.take("/rewind 2")
+    assert len(said.line.turns) == 2 and said.draft == ""
+    said.take("/redo")
+    said.take("/rewind 3")
+    assert len(said.line.turns) == 2 and said.draft == "the second"
+    check(said)
+
+
+def test_nothing_typed_is_lost(said):
+    """Guards: turns that no command brings back."""
+    everything = said.line
+    for text in ("/undo", "x", "/rewind 2", "y", "/clear", "z", "/edit 1 w"):
+        said.take(text)
+    kept = " ".join(t for line in said.conversation.transcript.branches().values() for t in
+                    [turn.content for turn in line.turns])  # fmt: skip
+    assert all(word in kept.split() for word in ("x", "y", "z", "w"))
+    assert everything in said.conversation.transcript.branches().values()
+    check(said)
+
+
+# -- editing -------------------------------------------------------------------------------------
+
+
+def test_edit_a_message(said, engine, monkeypatch):
+    """Guards: an edited message being added instead of replacing the old one."""
+    editing(monkeypatch, "open(path, 'w').write(text.replace('first', 'changed'))")
+    said.take("/edit 1")
+    assert texts(said)[0] == "the changed" and len(said.line.turns) == 2
+    check_replies(said, engine)
+
+
+def test_edit_without_a_number_is_the_last_message(said, monkeypatch):
+    """Guards: /edit opening the reply or the first message."""
+    editing(monkeypatch, "open(path, 'w').write('new')")
+    said.take("/edit")
+    assert texts(said)[0] == "the first" and texts(said)[2] == "new"
+
+
+@pytest.mark.parametrize(
+    "body", ["pass", "open(path, 'w').write('')", "open(path, 'w').write(' ')"]
+)
+def test_cancelled_edits_change_nothing(said, monkeypatch, body):
+    """Guards: closing the editor removing the message (seen in other tools)."""
+    editing(monkeypatch, body)
+    before, fed = said.line, said.counters.fed_tokens
+    for turn in ("", "0", "1", "4"):
+        said.take(f"/edit {turn}")
+    assert said.line == before and said.counters.fed_tokens == fed
+    assert said.conversation.transcript.redo == []
+
+
+@pytest.mark.parametrize("command", ["no-such-editor", "false", "'unclosed"])
+def test_a_broken_editor_changes_nothing(said, monkeypatch, capsys, command):
+    """Guards: a traceback, or an empty message, because the editor cannot be run."""
+    monkeypatch.setenv("VISUAL", command)
+    before = said.line
+    said.take("/edit 1")
+    assert said.line == before and "error:" in capsys.readouterr().err
+
+
+def test_edit_a_reply_keeps_its_other_ids(said, engine, monkeypatch):
+    """Guards: an edited reply being tokenised anew, and later turns staying behind it."""
+    editing(monkeypatch, "open(path, 'w').write(text[:5] + 'INSERTED' + text[5:])")
+    old = said.line.turns[1]
+    fed = said.counters.fed_tokens
+    said.take("/edit 2")
+    new = said.line.turns[1]
+    assert new.tokens[:5] == old.tokens[:5] and new.tokens[-4:] == old.tokens[-4:]
+    assert new.content == old.content[:5] + "INSERTED" + old.content[5:]
+    assert len(said.line.turns) == 2 and new.is_cut
+    assert said.counters.fed_tokens - fed <= len(new.tokens)
+    check(said)
+    said.take("/continue")
+    session = engine.session()
+    session.sync(said.line.tokens[: said.line.span(2)[0] + len(new.tokens)])
+    list(session.stream(max_tokens=12))
+    assert session.tokens == said.line.tokens
+
+
+def test_edit_the_system_text(said, monkeypatch):
+    """Guards: /edit 0 doing nothing where there is no system text yet."""
+    editing(monkeypatch, "open(path, 'w').write('Be brief.')")
+    replies = said.line.turns[1].tokens
+    said.take("/edit 0")
+    assert said.line.system == "Be brief." and said.line.turns[1].tokens == replies
+    check(said)
+
+
+def test_the_editors_file_is_private_and_goes_away(monkeypatch, tmp_path):
+    """Guards: a conversation left readable in /tmp."""
+    seen = tmp_path / "seen"
+    editing(
+        monkeypatch,
+        f"import os; open({str(seen)!r}, 'w').write(f'{{path}} {{os.stat(path).st_mode & 0o777}}')",
+    )
+    assert editor.edit("secret") is None
+    path, mode = seen.read_text().split()
+    assert int(mode) == 0o600 and not (tmp_path / path).exists()
+
+
+def test_line_ends_at_the_end_of_a_file(monkeypatch):
+    """Guards: an editor's final newline counting as a change."""
+    editing(monkeypatch, "open(path, 'w').write(text + '')")
+    assert editor.edit("no newline") is None
+    assert editor.edit("one newline\n") is None
+    editing(monkeypatch, "open(path, 'w').write('a\\n')")
+    assert editor.edit("b") == "a"
+
+
+# -- interrupts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("looks", range(8))
+def test_interrupts_leave_chat_and_state_agreeing(engine, looks):
+    """Guards: a torn state, a lost message, or a reply that differs after an interrupt."""
+    chat = talk.chat(engine, "the first", settings=replace(engine.settings, max_tokens=6))
+    chat.stopped_after(looks, "the second")
+    check(chat)
+    answered = len(chat.line.turns) == 4
+    assert chat.draft == ("" if answered else "the second")
+    if answered and chat.line.turns[-1].is_cut:
+        chat.take("/continue")
+    else:
+        chat.take(chat.draft or "more")
+    check(chat)
+    check_replies(chat, engine)
+
+
+@pytest.mark.parametrize("looks", [0, 1, 3])
+@pytest.mark.parametrize(
+    "text", ["/undo", "/clear", "/edit 1 changed", "/retry", "/system Be brief."]
+)
+def test_interrupted_commands(engine, looks, text):
+    """Guards: a command stopped half way leaving the chat in a place of its own."""
+    chat = talk.chat(engine, "/system Long enough to be a mark of its own.", "the first", "and")
+    chat.stopped_after(looks, text)
+    check(chat)
+    chat.take("after it")
+    check(chat)
+    check_reply(chat, engine, len(chat.line.turns))
+
+
+def test_a_cut_reply_goes_on_without_reading(engine):
+    """Guards: /continue reading anything, or continuing with another text than an uncut reply."""
+    whole = talk.chat(engine, "tell me", settings=replace(engine.settings, max_tokens=20))
+    chat = talk.chat(engine, "tell me", settings=replace(engine.settings, max_tokens=5))
+    assert chat.line.turns[1].finish_reason == "length"
+    chat.take("/set max_tokens 15")
+    fed = chat.counters.fed_tokens
+    report = chat.conversation.catch_up(talk.Watch())
+    assert chat.counters.fed_tokens == fed and report.forwards == 0
+    chat.take("/continue")
+    assert chat.line.turns[1].tokens == whole.line.turns[1].tokens
+    assert chat.line.turns[1].content == whole.line.turns[1].content
+
+
+def test_a_stopped_retry_keeps_the_reply(said):
+    """Guards: Ctrl-C right after /retry leaving a message without any reply."""
+    before = said.line
+    said.stopped_after(0, "/retry")
+    assert said.line == before and said.draft == ""
+    check(said)
+    said.take("more")
+    check(said)
+
+
+def test_a_stopped_edit_keeps_the_conversation(said):
+    """Guards: Ctrl-C while an edited message is read removing the old message and what follows."""
+    before = said.line
+    said.stopped_after(0, "/edit 1 changed")
+    assert said.line == before and said.draft == "changed"
+
+
+# -- settings, system text, files ----------------------------------------------------------------
+
+
+def test_set(said, capsys):
+    """Guards: /set without effect, with a bad value, or for a setting that is fixed."""
+    said.take("/set temp 0.7")
+    assert said.settings.temp == 0.7
+    said.take("/set temp")
+    assert "temp = 0.7" in capsys.readouterr().err
+    for text in ("/set temp hot", "/set model x", "/set tmp 1", "/set top_p 2"):
+        said.take(text)
+        assert "error:" in capsys.readouterr().err
+    said.take("/set")
+    assert "max_tokens" in capsys.readouterr().err
+    assert said.settings.temp == 0.7
+
+
+def test_sampling_settings_take_effect(engine):
+    """Guards: a new temperature or seed that only the display knows of."""
+    chat = talk.chat(engine, "say", "/undo", "/set temp 1.5", "/set seed 3", "say")
+    fresh = talk.chat(engine, "say", settings=replace(engine.settings, temp=1.5, seed=3))
+    assert chat.line.turns[1].tokens == fresh.line.turns[1].tokens
+
+
+def test_system_text_is_what_a_new_chat_would_have(said, engine):
+    """Guards: a changed system text that stands somewhere else than at the top."""
+    said.take("/system Be brief.")
+    said.take("/undo 2")
+    said.take("hello")
+    fresh = talk.chat(engine, settings=replace(engine.settings, system="Be brief."))
+    fresh.take("hello")
+    assert said.line.tokens == fresh.line.tokens
+
+
+def test_files_go_with_the_next_message(said, tmp_path, capsys):
+    """Guards: a file sent twice, or not at all, or a binary one sent as noise."""
+    (tmp_path / "a.txt").write_text("file text\n")
+    (tmp_path / "b.bin").write_bytes(b"\xff\xfe\x00")
+    said.take("/file a.txt")
+    said.take("what is it?")
+    assert texts(said)[-2] == "file text\n\nwhat is it?"
+    said.take("and?")
+    assert texts(said)[-2] == "and?"
+    for name in ("b.bin", "none", "."):
+        said.take(f"/file {name}")
+        assert "error:" in capsys.readouterr().err
+
+
+def test_a_full_context_is_said_before_the_reply(hybrid_folder, capsys):
+    """Guards: silently dropped turns, or a crash, when the context is full."""
+    engine = talk.load(hybrid_folder)
+    engine.context_tokens = 80
+    chat = talk.chat(engine, "hello there")
+    chat.take("x" * 100)
+    message = capsys.readouterr().err
+    assert "context is full" in message and "/undo" in message
+    assert chat.draft == "x" * 100 and len(chat.line.turns) == 2
+    chat.take("more")
+    assert "nearly full" in capsys.readouterr().err
+    assert chat.session.pos <= 80
+    check(chat)
+
+
+# -- commands ------------------------------------------------------------------------------------
+
+WRONG = (
+    "/undo x", "/undo 9", "/undo 0", "/undo -1", "/redo", "/redo 1", "/retry 9", "/retry x",
+    "/edit 9", "/edit x", "/rewind", "/rewind 9", "/rewind x", "/continue", "/continue 1",
+    "/branch a b", "/branch main", "/branch ~1", "/branches x", "/switch", "/switch nowhere",
+    "/turns 9", "/turns x", "/clear x", "/stats x", "/raw x", "/set nothing", "/file nothing",
+    "/load", "/load nothing", "/load ../x", "/save ../x", "/save a/b", "/sessions x", "/help x",
+    "/exit x", "/", "/unknown", "/UNDO",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_wrong_arguments_change_nothing(said, capsys, text):
+    """Guards: a mistyped command that does something else, or a traceback."""
+    said.conversation.transcript.line = finished(said.line)
+    before = said.conversation.transcript.copy()
+    said.take(text)
+    assert "error:" in capsys.readouterr().err
+    assert said.conversation.transcript == before and not said.is_over
+    check(said)
+
+
+def finished(line):
+    """The line with its last reply complete: nothing to continue."""
+    return line.upto(len(line.turns) - 1).plus(replace(line.turns[-1], finish_reason="stop"))
+
+
+@pytest.mark.parametrize("name", sorted(commands.COMMANDS))
+def test_every_command_runs_in_an_empty_chat(engine, monkeypatch, name):
+    """Guards: a traceback for a command that is given too early."""
+    monkeypatch.setenv("VISUAL", "true")
+    chat = talk.chat(engine, f"/{name}")
+    check(chat)
+    assert chat.line.turns == ()
+
+
+def test_unknown_commands_name_the_nearest(said, capsys):
+    """Guards: a typo being sent to the model."""
+    said.take("/udno")
+    error = capsys.readouterr().err
+    assert "`/undo`" in error and "//" in error and len(said.line.turns) == 4
+
+
+def test_a_message_may_begin_with_a_slash(said):
+    """Guards: text about paths or commands that cannot be sent."""
+    said.take("//etc/passwd is a file")
+    assert texts(said)[-2] == "/etc/passwd is a file"
+    said.take("/usr/bin/x: line 1\nerror")
+    assert texts(said)[-2] == "/usr/bin/x: line 1\nerror"
+
+
+def test_looking_changes_nothing(said, capsys):
+    """Guards: a listing that moves the session or writes to stdout, where only replies go."""
+    before, pos = said.line, said.session.pos
+    capsys.readouterr()
+    for text in ("/turns", "/turns 1", "/turns 0", "/branches", "/stats", "/help", "/help undo",
+                 "/sessions", "/set", "/system", "/?"):  # fmt: skip
+        said.take(text)
+    shown = capsys.readouterr()
+    assert shown.out == "" and "the first" in shown.err and "/undo" in shown.err
+    assert said.line == before and said.session.pos == pos
+
+
+def test_raw_prints_the_last_reply(said, capsys):
+    """Guards: a rendered or shortened reply where the exact text was asked for."""
+    capsys.readouterr()
+    said.take("/raw")
+    assert capsys.readouterr().out == texts(said)[-1] + "\n"
+
+
+def test_help_names_every_command(said, capsys):
+    """Guards: a command that nobody can find."""
+    said.take("/help")
+    shown = capsys.readouterr().err
+    assert all(f"/{name}" in shown for name in commands.COMMANDS)
+
+
+def test_completion(said, tmp_path):
+    """Guards: Tab offering nothing, or completing inside a message."""
+    (tmp_path / "notes.md").write_text("x")
+    assert commands.complete(said, "/und") == (["/undo"], 4)
+    assert commands.complete(said, "/rewind ")[0] == ["1", "2", "3", "4"]
+    assert commands.complete(said, "/switch m") == (["main"], 1)
+    assert commands.complete(said, "/file no") == (["notes.md"], 2)
+    assert "temp" in commands.complete(said, "/set ")[0]
+    assert commands.complete(said, "hello /und") == ([], 0)
+
+
+# -- sessions on disk ----------------------------------------------------------------------------
+
+
+def test_a_session_goes_on_where_it_was(engine):
+    """Guards: turns, branches or ids lost between two runs."""
+    chat = talk.chat(engine, "the first", "/branch idea", "the second", name="work")
+    line, named = chat.line, chat.conversation.transcript.named
+    chat.end()
+    again = talk.chat(engine, name="work")
+    assert again.line == line and again.conversation.transcript.named == named
+    again.take("the third")
+    check_replies(again, engine)
+    again.end()
+    assert len(journal.read(shelf.path_of("work")).transcript.line.turns) == 6
+
+
+def test_continue_takes_the_latest(engine):
+    """Guards: -c opening another session than the one written last, or a new one."""
+    talk.chat(engine, "one", name="a").end()
+    talk.chat(engine, "two", name="b").end()
+    again = talk.chat(engine, resume=True)
+    assert again.name == "b" and texts(again)[0] == "two"
+    again.end()
+
+
+def test_nothing_to_continue(engine):
+    """Guards: a traceback for -c on a fresh machine."""
+    with pytest.raises(UsageError):
+        talk.chat(engine, resume=True)
+    with pytest.raises(UsageError):
+        talk.chat(engine, resume=True, name="nothing")
+
+
+def test_with_cache_nothing_is_read_again(engine):
+    """Guards: a session file that holds the texts only, so that everything is read again."""
+    chat = talk.chat(engine, "the first", "the second", name="warm", with_cache=True)
+    line = chat.line
+    chat.end()
+    again = talk.chat(engine, name="warm")
+    assert again.session.tokens == line.tokens and again.counters.fed_tokens == 0
+    again.take("/undo")
+    assert again.counters.fed_tokens <= 32
+    again.take("more")
+    check_replies(again, engine)
+    again.end()
+
+
+def test_a_broken_cache_is_ignored_with_a_note(engine, capsys):
+    """Guards: a damaged state file making the chat unusable."""
+    talk.chat(engine, "the first", name="torn", with_cache=True).end()
+    shelf.cache_of(shelf.path_of("torn")).write_bytes(b"broken")
+    again = talk.chat(engine, name="torn")
+    assert "not used" in capsys.readouterr().err
+    again.take("more")
+    check_replies(again, engine)
+    again.end()
+
+
+def test_a_chat_of_another_model_is_read_as_text(engine, capsys):
+    """Guards: foreign token ids being fed to a model."""
+    talk.chat(engine, "the first", name="old").end()
+    path = shelf.path_of("old")
+    path.write_text(path.read_text().replace(engine.fingerprint, "another"))
+    again = talk.chat(engine, name="old")
+    assert "read again" in capsys.readouterr().err and texts(again)[0] == "the first"
+    again.end()
+    talk.chat(engine, name="old").end()
+    assert "read again" not in capsys.readouterr().err
+
+
+def test_a_message_without_its_reply_comes_back(engine, capsys):
+    """Guards: a kill while the model wrote losing the message, or blocking the session."""
+    chat = talk.chat(engine, "the first", name="killed")
+    chat.conversation.ask({"role": "user", "content": "the second"}, watch=talk.Watch())
+    chat.conversation.close()  # as a kill would
+    again = talk.chat(engine, name="killed")
+    assert again.draft == "the second" and len(again.line.turns) == 2
+    again.take(again.draft)
+    check_replies(again, engine)
+    again.end()
+
+
+def test_save_renames_a_chat_without_a_name(engine):
+    """Guards: every saved chat lying around twice."""
+    chat = talk.chat(engine, "one", "/save mine", "two", "/save copy", "three")
+    chat.end()
+    assert sorted(shelf.names()) == ["copy", "mine"]
+    assert len(journal.read(shelf.path_of("mine")).transcript.line.turns) == 4
+    assert len(journal.read(shelf.path_of("copy")).transcript.line.turns) == 6
+
+
+def test_load_leaves_the_present_chat_in_its_file(engine):
+    """Guards: /load overwriting either chat."""
+    talk.chat(engine, "one", name="a").end()
+    chat = talk.chat(engine, "two", "/save b", "/load a", "three")
+    chat.end()
+    contents = {n: journal.read(shelf.path_of(n)).transcript.line.turns for n in ("a", "b")}
+    assert [t.content for t in contents["b"] if t.role == "user"] == ["two"]
+    assert [t.content for t in contents["a"] if t.role == "user"] == ["one", "three"]
+
+
+def test_no_file_for_an_empty_chat(engine):
+    """Guards: a list of sessions full of chats in which nothing was said."""
+    talk.chat(engine, "/help").end()
+    assert shelf.names() == []
+
+
+def test_no_save(engine):
+    """Guards: a chat being kept against the user's wish."""
+    talk.chat(engine, "one", save=False).end()
+    assert shelf.names() == []
+
+
+def test_the_stored_model_is_the_default(engine):
+    """Guards: -c loading the built-in model for a chat with another."""
+    talk.chat(engine, "one", name="a").end()
+    request = Request(resume=True)
+    other = replace(engine.settings, model="other")
+    assert chat_module.settings_for(request, other, False).model == engine.settings.model
+    assert chat_module.settings_for(request, other, True).model == "other"
+
+
+# -- any order of commands -----------------------------------------------------------------------
+
+MOVES = st.sampled_from(
+    ["hi", "tell me more", "/undo", "/undo 2", "/redo", "/retry", "/retry 2", "/edit 1 changed",
+     "/edit 2 other words", "/rewind 2", "/rewind 1", "/continue", "/clear", "/branch",
+     "/switch main", "/switch ~1", "/system Be brief.", "/system Be long and careful, always."]
+)  # fmt: skip
+
+
+@given(st.lists(st.tuples(MOVES, st.none() | st.integers(0, 6)), max_size=12))
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_any_course_of_commands(engine, moves):
+    """Guards: an order of commands and interrupts after which state and transcript differ."""
+    chat = talk.chat(engine, settings=replace(engine.settings, max_tokens=6), save=False)
+    for text, looks in moves:
+        if looks is None:
+            chat.take(text)
+        else:
+            chat.stopped_after(looks, text)
+        check(chat)
+    chat.take("and now?")
+    check(chat)
+    check_reply(chat, engine, len(chat.line.turns))
+
+
+# -- input ---------------------------------------------------------------------------------------
+
+
+class Stream:
+    """A pipe with bytes in it."""
+
+    def __init__(self, data: bytes):
+        import io
+
+        self.buffer = io.BytesIO(data)
+
+
+def read_all(data: bytes, single: bool = False) -> list[str]:
+    reader, found = prompt.PipeReader(Stream(data), single), []
+    while True:
+        try:
+            found.append(reader.read())
+        except EOFError:
+            return found
+
+
+def test_a_pipe_is_one_message_a_line():
+    """Guards: lost last lines, carriage returns, fences and continued lines in scripts."""
+    assert read_all(b"a\nb\r\n\nc") == ["a", "b", "", "c"]
+    assert read_all(b"a\\\nb\nc\n") == ["a\nb", "c"]
+    assert read_all(b'"""a\nb"""\nc\n') == ["a\nb", "c"]
+    assert read_all(b'"""a\nb') == ['"""a\nb']
+    assert read_all(b"\xef\xbb\xbfa\n") == ["a"]
+    assert read_all(b"a\nb\n", single=True) == ["a\nb"]
+    assert read_all(b"C:\\\\\nb\n") == ["C:\\\\", "b"]
+
+
+def test_a_pipe_that_is_no_text():
+    """Guards: a traceback for a binary file on standard input."""
+    with pytest.raises(UsageError):
+        read_all(b"\xff\xfe\n")
+
+
+def test_quotes_inside_a_message_stay():
+    """Guards: fences taken off text that only mentions them."""
+    assert prompt.message_of('say """ twice') == 'say """ twice'
+    assert prompt.message_of('"""\nx\n"""') == "x"
+    assert prompt.message_of('"""') == '"""'
+    assert prompt.message_of("a\\\nb") == "a\\\nb"
+
+
+def test_history(tmp_path):
+    """Guards: multi-line entries torn apart, a file others can read, a bad line losing the rest."""
+    file = prompt.HistoryFile(tmp_path / "h.jsonl")
+    assert file.load() == []
+    file.append("one")
+    file.append("two\nlines 🙂")
+    with file.path.open("ab") as raw:
+        raw.write(b"broken\n[1]\n")
+    file.append("three")
+    assert file.load() == ["one", "two\nlines 🙂", "three"]
+    assert file.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_history_is_bounded(tmp_path):
+    """Guards: a history file that grows for ever."""
+    file = prompt.HistoryFile(tmp_path / "h.jsonl")
+    file.path.write_text("".join(f'"{i}"\n' for i in range(2500)))
+    assert len(file.load()) == 1000 and file.load()[-1] == "2499"
+    assert len(file.path.read_text().splitlines()) == 1000
+
+
+# -- Markdown ------------------------------------------------------------------------------------
+
+SAMPLE = """# Title
+One
+two
+
+- a
+
+  more of a
+- b
+
+Behind.
+
+```py
+x = 1
+
+y = 2
+```
+1. one
+
+2. two
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+End."""
+
+
+def blocks(text: str, *cuts: int) -> list[str]:
+    scanner, found, at = BlockScanner(), [], 0
+    for cut in (*sorted(cuts), len(text)):
+        found += scanner.push(text[at:cut])
+        at = max(at, cut)
+    return found + scanner.flush()
+
+
+def test_blocks_end_where_markdown_ends_them():
+    """Guards: a fence rendered before it closes, a list torn apart at a blank line."""
+    found = [block.strip("\n") for block in blocks(SAMPLE)]
+    assert found == [
+        "# Title", "One\ntwo", "- a\n\n  more of a\n- b", "Behind.", "```py\nx = 1\n\ny = 2\n```",
+        "1. one\n\n2. two", "| a | b |\n|---|---|\n| 1 | 2 |", "End.",
+    ]  # fmt: skip
+
+
+@given(st.lists(st.integers(0, len(SAMPLE)), max_size=40))
+@settings(deadline=None)
+def test_blocks_do_not_depend_on_the_pieces(cuts):
+    """Guards: other blocks when tokens end elsewhere."""
+    assert blocks(SAMPLE, *cuts) == blocks(SAMPLE)
+
+
+@given(st.text("a`~#-1.| \n", max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_no_text_is_lost_between_blocks(text):
+    """Guards: a block scanner that swallows text or never ends."""
+    assert "".join(blocks(text)).replace("\n", "").split() == text.replace("\n", "").split()
+
+
+def test_rows_on_a_terminal():
+    """Guards: erasing too few or too many rows of wrapped or wide text."""
+    assert rows_of("", 10) == 1
+    assert rows_of("x" * 10, 10) == 1
+    assert rows_of("x" * 11, 10) == 2
+    assert rows_of("x" * 9 + "漢", 10) == 2
+    assert rows_of("a\nb\n", 10) == 3
