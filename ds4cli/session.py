@@ -17,13 +17,14 @@ import mlx.core as mx
 
 from ds4cli.drafters.length import DraftLength
 from ds4cli.errors import StateError, UsageError
+from ds4cli.reply import Reply, Taken
 from ds4cli.rewind import RewindPlan, RewindReport
 from ds4cli.sampling import refuse_nan
-from ds4cli.text import Detokenizer, StopHit, StopScanner
 
 if TYPE_CHECKING:
     from ds4cli.engine import Engine
     from ds4cli.timeline import Counters, Timeline
+    from ds4cli.tools import Guard, GuardStep, ParsedCall
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,24 @@ class Event:
     """A piece of a reply: committed tokens, the text they completed, and at the end the reason.
 
     finish_reason: "stop", "length", "tool", "cancelled", or None while the reply goes on.
+    calls: with the last event, the tool calls that closed. note: what is wrong with an open one.
     """
 
     tokens: list[int]
     text: str
     finish_reason: str | None = None
+    calls: tuple[ParsedCall, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Repair:
+    """A tool call that went wrong: where, why, how many tokens were taken back, in how long."""
+
+    pos: int
+    reason: str
+    dropped_tokens: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -64,6 +78,7 @@ class Stats:
     discarded_tokens: int = 0
     replayed_tokens: int = 0
     forwards: int = 0
+    repairs: list[Repair] = field(default_factory=list)
 
     def count_block(self, drafted: int, accepted: int) -> None:
         self.blocks += 1
@@ -99,6 +114,8 @@ class Session:
         self.length = DraftLength(engine.settings)
         self._timeline = timeline
         self._next: tuple[int, int, int] | None = None  # pos, attempt, the token picked for it
+        self._reply: Reply | None = None  # the one being streamed
+        self._masked_at: int | None = None  # where only what the guard allows may be picked
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -212,9 +229,17 @@ class Session:
                 if self.pos == 0:
                     raise StateError("there is nothing to go on from", "sync a prompt first")
                 self.rewind(self.pos)
-            pick = self.sampler.pick(self.logits[None], self.pos, self._timeline.tokens)
+            row = self.logits[None]
+            pick = self.sampler.pick(row, self.pos, self._timeline.tokens, self._mask())
             self._next = (self.pos, self.attempt, pick.item())
         return self._next[2]
+
+    def _mask(self) -> mx.array | None:
+        """What the grammar of an open tool call allows here, if it was left here."""
+        if self._masked_at != self.pos:
+            return None
+        allowed = self._reply.guard.allowed(self.logits.shape[-1])
+        return mx.array(allowed) if allowed.any() else None
 
     def _propose(self, first: int, max_tokens: int | None) -> list[int]:
         room = self.engine.max_draft_tokens
@@ -222,7 +247,11 @@ class Session:
             room = min(room, max_tokens - 1)
         if self.engine.context_tokens is not None:
             room = min(room, self.engine.context_tokens - self.pos - 1)
-        return self.length.draft(self.drafter, [*self._timeline.tokens, first], room)
+        region = "prose" if self._reply is None else self._reply.region
+        drafts = self.length.draft(self.drafter, [*self._timeline.tokens, first], room, region)
+        if region != "tool" or not drafts:
+            return drafts
+        return drafts[: max(0, self._reply.guard.filter([first, *drafts]) - 1)]
 
     def _verify(self, feed: list[int]) -> list[int]:
         """One model call on the block; commit its first token and the drafts that agree."""
@@ -250,7 +279,7 @@ class Session:
         self,
         max_tokens: int | None = None,
         stop: Sequence[str] | None = None,
-        guard: Any = None,
+        guard: Guard | None = None,
         cancel: Callable[[], bool] = lambda: False,
         since: int | None = None,
     ) -> Iterator[Event]:
@@ -258,7 +287,9 @@ class Session:
 
         max_tokens: None = the engine's setting, -1 = no limit. stop: strings; the text ends before
         the first one, and the tokens that touch it are not in the state. since: position where the
-        text that goes on began (for a reply that was cut). Leaving early keeps the session usable.
+        text that goes on began (for a reply that was cut). guard: watches for tool calls; one that
+        leaves its grammar is repaired by going back, and the reply ends where the last call ends.
+        Leaving early keeps the session usable.
         """
         settings = self.engine.settings
         limit = settings.max_tokens if max_tokens is None else max_tokens
@@ -266,33 +297,84 @@ class Session:
             raise UsageError(f"max_tokens is `{limit}`", "give -1 for no limit, or 0 and more")
         stop = settings.stop if stop is None else [stop] if isinstance(stop, str) else stop
         before = self.tokens[since:] if since is not None else []
-        reply = _Reply(Detokenizer(self.engine.decode, before), StopScanner(stop), self.pos)
-        yield from self._blocks(reply, None if limit < 0 else limit, cancel)
+        reply = Reply(self.engine.decode, self.pos, before, stop, guard)
+        attempt, self._reply = self.attempt, reply
+        try:
+            yield from self._blocks(reply, None if limit < 0 else self.pos + limit, cancel)
+        finally:
+            self.attempt, self._reply, self._masked_at = attempt, None, None
 
-    def _blocks(
-        self, reply: _Reply, limit: int | None, cancel: Callable[[], bool]
-    ) -> Iterator[Event]:
-        steps = self._steps(None if limit is None else self.pos + limit)
-        while (reason := self._reason_to_end(reply, limit, cancel)) is None:
+    def _blocks(self, reply: Reply, end: int | None, cancel: Callable[[], bool]) -> Iterator[Event]:
+        steps = self._steps(end)
+        text, reason = "", self._reason_to_end(end, cancel)
+        while reason is None:
             begin = time.perf_counter()
             step = next(steps)
             self.stats.decode_s += time.perf_counter() - begin
-            if step.finish_reason is not None:
-                reason = step.finish_reason
-                break
-            text, hit = reply.take(step.tokens)
-            if hit is not None:
-                self._keep(reply.start + hit.kept)
-                yield Event(reply.report(hit.kept), text, "stop")
-                return
-            yield Event(reply.report(reply.scanner.settled), text)
+            text, reason = self._take(reply, step)
+            reason = reason or self._reason_to_end(end, cancel)
+            if reason is None:
+                yield Event(reply.report(), text)
         steps.close()
-        yield Event(reply.report(None), reply.flush(), reason)
+        yield self._last_event(reply, text, reason)
 
-    def _keep(self, pos: int) -> None:
-        """Drop the generated tokens from `pos` on: they belong to a stop string."""
-        self.stats.generated_tokens -= self.pos - pos
-        self.rewind(pos)
+    def _take(self, reply: Reply, step: Step) -> tuple[str, str | None]:
+        """What to show of a block, and the finish reason; repairs are made on the way."""
+        if step.finish_reason is not None:
+            return self._act(reply, reply.end(self.next_token()))
+        shown, reason, rest = [], None, step.tokens
+        while rest and reason is None:
+            taken = reply.take(rest)
+            text, reason = self._act(reply, taken)
+            shown.append(text)
+            repaired = taken.step is not None and taken.step.bad_pos is not None
+            rest = [] if repaired else rest[taken.used :]
+        return "".join(shown), reason
+
+    def _act(self, reply: Reply, taken: Taken) -> tuple[str, str | None]:
+        step = taken.step
+        if taken.keep is not None:
+            self._keep(reply, taken.keep)
+        elif step is not None and step.bad_pos is not None:
+            self._repair(reply, step)
+        elif step is not None and step.event == "open":
+            self._mark_opening(step.opened)
+        return taken.text, taken.reason
+
+    def _keep(self, reply: Reply, pos: int) -> None:
+        """The reply ends at `pos`: drop what was generated beyond it."""
+        if pos != self.pos:
+            self.stats.generated_tokens -= self.pos - pos
+            self.rewind(pos)
+        reply.rewind(pos)
+
+    def _repair(self, reply: Reply, step: GuardStep) -> None:
+        """Back to where a tool call went wrong: the kept row under the grammar's mask, or, where no
+        grammar can say what is wrong, the call's opening with the next attempt's noise."""
+        begin, dropped = time.perf_counter(), self.pos - step.bad_pos
+        self._keep(reply, step.bad_pos)
+        self._next = None
+        if step.event == "left":
+            self._masked_at = step.bad_pos
+        else:
+            self.attempt += 1
+        took = time.perf_counter() - begin
+        self.stats.repairs.append(Repair(step.bad_pos, step.reason, dropped, took))
+
+    def _mark_opening(self, pos: int) -> None:
+        """A tool call opened at `pos`, a few tokens ago: keep that place cheap to come back to."""
+        timeline, end = self._timeline, self.pos
+        if not timeline.can_cut and timeline.plan(pos).forwards == 0:
+            timeline.rewind(pos)
+            timeline.mark("tool")
+            timeline.rewind(end)
+
+    def _last_event(self, reply: Reply, text: str, reason: str) -> Event:
+        if reply.closed_at is not None and reason == "length":
+            self._keep(reply, reply.closed_at)
+            reason = "tool"
+        tokens, rest, reason, note = reply.finish(reason)
+        return Event(tokens, text + rest, reason, tuple(reply.calls), note)
 
     def _steps(self, end: int | None) -> Iterator[Step]:
         """Blocks without end, or up to position `end`; plain decoding runs one call ahead."""
@@ -338,47 +420,8 @@ class Session:
         self.stats.generated_tokens += 1
         self.stats.forwards += 1
 
-    def _reason_to_end(
-        self, reply: _Reply, limit: int | None, cancel: Callable[[], bool]
-    ) -> str | None:
-        context = self.engine.context_tokens
-        if limit is not None and reply.count(self.pos) >= limit:
-            return "length"
-        if context is not None and self.pos >= context:
+    def _reason_to_end(self, end: int | None, cancel: Callable[[], bool]) -> str | None:
+        ends = [limit for limit in (end, self.engine.context_tokens) if limit is not None]
+        if ends and self.pos >= min(ends):
             return "length"
         return "cancelled" if cancel() else None
-
-
-@dataclass
-class _Reply:
-    """The text side of one reply that begins at position `start`."""
-
-    detokenizer: Detokenizer
-    scanner: StopScanner
-    start: int
-    tokens: list[int] = field(default_factory=list)
-    _reported: int = 0
-
-    def count(self, pos: int) -> int:
-        return pos - self.start
-
-    def take(self, tokens: Sequence[int]) -> tuple[str, StopHit | None]:
-        """The text to show for newly committed tokens, and the hit if a stop string is complete."""
-        self.tokens.extend(tokens)
-        shown = []
-        for token in tokens:
-            text, hit = self.scanner.push(self.detokenizer.push(token))
-            shown.append(text)
-            if hit is not None:
-                return "".join(shown), hit
-        return "".join(shown), None
-
-    def report(self, end: int | None) -> list[int]:
-        """The reply's tokens up to the `end`-th (None: all) that no event had yet."""
-        new = self.tokens[self._reported : end]
-        self._reported += len(new)
-        return new
-
-    def flush(self) -> str:
-        text, hit = self.scanner.push(self.detokenizer.flush())
-        return text if hit is not None else text + self.scanner.flush()

@@ -104,6 +104,11 @@ class StopScanner:
             self._settled += 1
         return self._settled
 
+    def forget(self, tokens: int) -> None:
+        """Only the first `tokens` tokens stand; the others had no text that was let through."""
+        del self._ends[tokens:]
+        self._settled = min(self._settled, tokens)
+
     def flush(self) -> str:
         """The text still held when generation ends."""
         held, self._held = self._held, ""

@@ -175,6 +175,12 @@ class Guard:
         return self._state.opened if self.is_open else None
 
     @property
+    def settled(self) -> int:
+        """The position before which no token can be taken back by a repair any more."""
+        held = self._state.held
+        return held[0][0] if held else self._end
+
+    @property
     def grammar_build_s(self) -> float | None:
         """Seconds spent building the grammar (once per tokenizer and tools), None without one."""
         return self._grammar.build_s if self._grammar else None

@@ -1,0 +1,167 @@
+"""The text side of one reply: committed tokens in; text to show, and what the loop must do, out.
+
+Detokeniser, tool-call guard and stop scanner stand in this order. All three are functions of the
+reply's tokens, so going back is forgetting the newest ones. No mlx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ds4cli.text import Detokenizer, StopScanner
+
+if TYPE_CHECKING:
+    from ds4cli.tools import Guard, GuardStep, ParsedCall
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What newly committed tokens did.
+
+    text: to show now. used: how many were taken before something has to be done. keep: the position
+    to go back to because the reply ends there, with `reason`. step: what the guard asks for.
+    """
+
+    text: str
+    used: int = 0
+    keep: int | None = None
+    reason: str | None = None
+    step: GuardStep | None = None
+
+
+class Reply:
+    """One reply that begins at position `start`.
+
+    decode: token ids -> text. before: tokens of the same text that were shown already.
+    calls: the tool calls that closed so far.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[list[int]], str],
+        start: int,
+        before: Sequence[int] = (),
+        stops: Sequence[str] = (),
+        guard: Guard | None = None,
+    ):
+        self.start = start
+        self.guard = guard
+        self.tokens: list[int] = []
+        self.calls: list[ParsedCall] = []
+        self._decode = decode
+        self._before = list(before)
+        self._detokenizer = Detokenizer(decode, before)
+        self._scanner = StopScanner(stops)
+        self._closed_at: int | None = None  # where the last call ended, while nothing followed it
+        self._after_call = ""  # white space after it, not shown
+        self._reported = 0
+        self._stopped = False  # by a stop string: no more text
+
+    @property
+    def pos(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def region(self) -> str:
+        """What kind of text comes next: "tool" inside a call."""
+        return "tool" if self.guard is not None and self.guard.is_open else "prose"
+
+    def take(self, tokens: Sequence[int]) -> Taken:
+        """Take committed tokens in order, up to the first one after which the loop has to act."""
+        shown = []
+        for used, token in enumerate(tokens, 1):
+            text, taken = self._take_one(token)
+            shown.append(text)
+            if taken is not None:
+                return Taken("".join(shown), used, taken.keep, taken.reason, taken.step)
+        return Taken("".join(shown), len(tokens))
+
+    def _take_one(self, token: int) -> tuple[str, Taken | None]:
+        pos = self.pos
+        self.tokens.append(token)
+        text, step = self._detokenizer.push(token), None
+        if self.guard is not None:
+            step = self.guard.feed(pos, token, text)
+            text = step.emit
+        text, hit = self._scanner.push(text)
+        if hit is not None:
+            self._stopped = True
+            return text, Taken("", keep=self.start + hit.kept, reason="stop")
+        if self._closed_at is not None:
+            return self._take_after_call(text, step)
+        if step is not None and step.event == "closed":
+            self._closed(step)
+        return text, Taken("", step=step) if step is not None and step.event else None
+
+    def _closed(self, step: GuardStep) -> None:
+        self.calls.extend(step.calls)
+        self._closed_at = self.pos
+
+    def _take_after_call(self, text: str, step: GuardStep) -> tuple[str, Taken | None]:
+        """Another call may follow; any other text means that the reply ended with the call."""
+        self._after_call += text
+        if step.event == "open" or (step.event is None and not self._after_call.strip()):
+            if step.event == "open":
+                text, self._after_call, self._closed_at = self._after_call, "", None
+                return text, Taken("", step=step)
+            return "", None
+        return "", Taken("", keep=self._closed_at, reason="tool")
+
+    def end(self, token: int) -> Taken:
+        """A stop token comes next (it is not committed): does a call forbid or complete it?"""
+        if self._closed_at is not None:
+            return Taken("", keep=self._closed_at, reason="tool")
+        step = None if self.guard is None else self.guard.feed(self.pos, token, "")
+        if step is None or step.event is None:
+            return Taken("", reason="stop")
+        if step.event == "closed":
+            self._closed(step)
+            return Taken(step.emit, keep=self.pos, reason="tool")
+        return Taken(step.emit, step=step)
+
+    def rewind(self, pos: int) -> None:
+        """Forget the tokens from `pos` on."""
+        del self.tokens[pos - self.start :]
+        self._detokenizer = Detokenizer(self._decode, [*self._before, *self.tokens])
+        self._scanner.forget(len(self.tokens))
+        if self.guard is not None:
+            self.guard.rewind(pos)
+
+    def report(self) -> list[int]:
+        """The tokens that nothing can take back any more and that no event had yet."""
+        settled = self._scanner.settled
+        if self.guard is not None:
+            settled = min(settled, self.guard.settled - self.start)
+        return self._report(settled if self._closed_at is None else self._closed_at - self.start)
+
+    def _report(self, end: int) -> list[int]:
+        new = self.tokens[self._reported : end]
+        self._reported += len(new)
+        return new
+
+    def finish(self, reason: str) -> tuple[list[int], str, str, str]:
+        """The end: tokens not reported yet, the text still held, the final reason, and a note.
+
+        The loop stands at the reply's last token (or at the last call's, where `closed_at` says).
+        """
+        text, note = self._detokenizer.flush(), ""
+        if self.guard is not None:
+            end = self.guard.finish(reason)
+            text, note = end.emit + text, end.reason
+            if end.calls and reason == "stop":
+                self.calls.extend(end.calls)
+                reason = "tool"
+        tokens = self._report(len(self.tokens))
+        return tokens, "" if self._stopped else self._rest(text), reason, note
+
+    def _rest(self, text: str) -> str:
+        """What the scanner held back, and `text`, unless that completes a stop string."""
+        shown, hit = self._scanner.push(text)
+        return shown if hit is not None else shown + self._scanner.flush()
+
+    @property
+    def closed_at(self) -> int | None:
+        """Where the last tool call ended, if nothing but white space followed it."""
+        return self._closed_at
