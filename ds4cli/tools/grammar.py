@@ -19,7 +19,8 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from ds4cli.tools import schema as json_schema
 from ds4cli.tools.declared import Tool
-from ds4cli.tools.formats import SPACE, Format, Json, Named, Tagged
+from ds4cli.tools.formats import SPACE, Format, Json, Literal, Named, Pythonic, Tagged
+from ds4cli.tools.literals import Literals, NoGrammar, Syntax, gemma, given, python, quoted
 
 _MAX_KEYS = 60  # llguidance counts the keys already given in one 64-bit number
 # White space as people and templates write it. Without a bound a weak model can go on with it for ever.
@@ -27,10 +28,6 @@ _SPACE = r"([ \t]{1,4}|[ ]{0,2}(\r?\n){1,2}[ \t]{0,40})"
 EMPTY = '""'
 _PLAIN = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
 _X_GUIDANCE = {"whitespace_pattern": _SPACE}
-
-
-class NoGrammar(Exception):
-    """No grammar can be built; the text says why. Calls are then parsed when they close."""
 
 
 class Grammar:
@@ -48,14 +45,14 @@ class Grammar:
         self.build_s = time.perf_counter() - begin
 
     def _compile(self, fmt: Format, tools: Sequence[Tool]) -> LLMatcher:
-        matcher, error = self._try(_Writer(fmt, tools, lenient=False).lark())
+        writer = _Writer(fmt, tools, lenient=False)
+        matcher, error = self._try(writer.lark())
         if error:
-            self.notices.append(
-                f"checked only when a call closes, not while it is written: {error}"
-            )
+            self.notices.append(f"checked when a call closes, not before: {error}")
             matcher, error = self._try(_Writer(fmt, tools, lenient=True).lark())
         if error:
             raise NoGrammar(error)
+        self.notices += dict.fromkeys(writer.notices)
         return matcher
 
     def _try(self, lark: str) -> tuple[LLMatcher, str]:
@@ -144,11 +141,6 @@ def _vocabulary(tokenizer: Any, fmt: Format) -> LLTokenizer:
 # The grammar as text
 
 
-def _quoted(text: str) -> str:
-    """A Lark string literal; "" for nothing."""
-    return json.dumps(text, ensure_ascii=False) if text else ""
-
-
 def _escaped(text: str) -> str:
     """`text` inside a Lark regular expression."""
     return "".join(c if c.isalnum() or ord(c) > 127 else f"\\x{ord(c):02x}" for c in text)
@@ -162,30 +154,42 @@ class _Writer:
         self.rules: list[str] = []
         self.values: dict[str, str] = {}
         self.arguments: list[str] = []
+        self.notices: list[str] = []
 
     def lark(self) -> str:
-        writers = {Json: self._json, Named: self._named, Tagged: self._tagged}
+        writers = {
+            Json: self._json,
+            Named: self._named,
+            Tagged: self._tagged,
+            Literal: self._literal,
+            Pythonic: self._pythonic,
+        }
         style = type(self.fmt.style)
         if style not in writers:
-            raise NoGrammar(f"no grammar is written for the `{self.fmt.name}` format yet")
+            raise NoGrammar(f"only its own parser knows the `{self.fmt.name}` format")
         body = writers[style](self.fmt.style)
-        start = "" if self.fmt.keep_start else self._start()
+        start = "" if self.fmt.keep_start else f"{self._start()} LEAD?"
         # A call that a stop token ends has nothing behind it: the matcher accepts the stop token itself.
-        end = f"WS? {_quoted(self.fmt.end)} TAIL?" if self.fmt.end else "WS?"
+        end = f"WS? {quoted(self.fmt.end)} TAIL?" if self.fmt.end else "WS?"
         if isinstance(self.fmt.style, Tagged) and not self.fmt.style.call_close:
             end = "TAIL?"  # the end marker ends the call itself
-        self._rule("start", f"{start} LEAD? {body} {end}")
+        self._rule("start", f"{start} {body} {end}")
         self._rule("LEAD", f"/{SPACE}/")
         self._rule("WS", f"/{_SPACE}/")
         self._rule("TAIL", r"/(.|\n)+/")
         return "\n".join(['%llguidance {"no_forcing": true}', *self.rules])
 
     def _start(self) -> str:
-        return "(" + " | ".join(_quoted(s) for s in self.fmt.starts) + ")"
+        return "(" + " | ".join(quoted(s) for s in self.fmt.starts) + ")"
 
     def _rule(self, name: str, body: str) -> str:
         self.rules.append(f"{name}: {body}")
         return name
+
+    def _notice(self, sub: dict) -> None:
+        """Name what this format's grammar does not hold a text to."""
+        words = sorted(set(sub) & set(json_schema.TEXT_LIMITS))
+        self.notices += [f"`{word}` is checked when a call closes, not before" for word in words]
 
     # values
 
@@ -211,11 +215,11 @@ class _Writer:
             return self._value(schema, {"type": "object"})
         root = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
         required = set(schema.get("required", ()))
-        done = _given([i for i, key in enumerate(keys) if key in required])
+        done = given([i for i, key in enumerate(keys) if key in required])
         lines = []
         for i, key in enumerate(keys):
             value = self._value(schema["properties"][key], root)
-            name = _quoted(json.dumps(key, ensure_ascii=False))
+            name = quoted(json.dumps(key, ensure_ascii=False))
             lines.append(
                 f'{name} WS? ":" WS? {value} WS? r{index}::set_bit({i}) %if bit_clear({i})'
             )
@@ -242,23 +246,58 @@ class _Writer:
     def _json(self, style: Json) -> str:
         calls = []
         for tool, arguments in zip(self.tools, self._all_arguments(), strict=True):
-            name = _quoted(json.dumps(tool.name, ensure_ascii=False))
+            name = quoted(json.dumps(tool.name, ensure_ascii=False))
             calls.append(f'{name} WS? "," WS? "\\"arguments\\"" WS? ":" WS? {arguments}')
         self._rule("named", "\n  | ".join(calls))
         return self._rule("object", '"{" WS? "\\"name\\"" WS? ":" WS? named WS? "}"')
 
     def _named(self, style: Named) -> str:
         between = _pattern(style.between)
-        calls = [f"{_quoted(tool.name)} {between} WS? {arguments}"
+        calls = [f"{quoted(tool.name)} {between} WS? {arguments}"
                  for tool, arguments in zip(self.tools, self._all_arguments(), strict=True)]  # fmt: skip
         self._rule("headed", "\n  | ".join(calls))
-        after = f"WS? {_quoted(style.after)}" if style.after else ""
-        call = self._rule("call", f"{_quoted(style.before)} headed {after}")
+        after = f"WS? {quoted(style.after)}" if style.after else ""
+        call = self._rule("call", f"{quoted(style.before)} headed {after}")
         if not style.or_list:
             return self._rule("calls", f"{call} (WS? {call})*") if self.fmt.end else call
         item = self._json(Json())
         listed = f'"[" WS? {item} (WS? "," WS? {item})* WS? "]"'
         return self._rule("calls", f"{call} (WS? {self._start()} WS? {call})* | {listed}")
+
+    def _literal(self, style: Literal) -> str:
+        self._rule("quoted_text[lazy]", f"/(.|\\n)*{_escaped(style.quote)}/")
+        calls = [
+            f"{quoted('call:' + tool.name + '{')} "
+            + self._members(i, tool, gemma(style.quote), lambda key: f"{key}:", "}")
+            for i, tool in enumerate(self.tools)
+        ]
+        self._rule("call", "\n  | ".join(calls))
+        return self._rule("calls", "call call*")
+
+    def _pythonic(self, style: Pythonic) -> str:
+        escape = r"\\([\\\"'nrtbf]|u[0-9a-fA-F]{4})"
+        single, double = (rf"{q}([^{q}\\\n\r\x00]|{escape})*{q}" for q in ("'", '"'))
+        self._rule("PY_TEXT", f"/{double}|{single}/")
+        calls = [
+            f"{quoted(tool.name + '(')} "
+            + self._members(i, tool, python(), lambda key: f"{key}=", ")")
+            for i, tool in enumerate(self.tools)
+        ]
+        self._rule("call", "\n  | ".join(calls))
+        return self._rule("calls", '"[" call ("," " "? call)* "]"')
+
+    def _members(self, index: int, tool: Tool, syntax: Syntax, head: Any, close: str) -> str:
+        """A tool's arguments, each with `head(key)` before it, and what closes them."""
+        schema = tool.arguments_schema
+        keys = schema.get("properties", {})
+        if len(keys) > _MAX_KEYS:
+            raise NoGrammar(f"`{tool.name}` has more than {_MAX_KEYS} arguments")
+        if not keys:
+            return quoted(close)
+        required = [i for i, key in enumerate(keys) if key in schema.get("required", ())]
+        pairs = [(head(key), sub) for key, sub in keys.items()]
+        literals = Literals(self._rule, self._notice, schema, syntax, f"x{index}")
+        return literals.members(pairs, required, quoted(close), 0)
 
     def _tagged(self, style: Tagged) -> str:
         self._text_rules(style)
@@ -287,12 +326,12 @@ class _Writer:
         # White space is part of these terminals: the lexer takes the longest match, and one of its
         # own would lose against `inner`, which may begin with white space too.
         close = self._terminal(style.call_close or self.fmt.end)
-        lines = [f"{close}{_given(required)}"]
+        lines = [f"{close}{given(required)}"]
         for i, (key, sub) in enumerate(keys.items()):
             head = self._terminal(style.key_open + key, style.key_close)
             body = self._element(sub, schema, root, style)
             lines.append(f"{head} {body} t{index}::set_bit({i}) %if bit_clear({i})")
-        head = f"{_quoted(style.call_open + tool.name)} {_pattern(style.name_close)}"
+        head = f"{quoted(style.call_open + tool.name)} {_pattern(style.name_close)}"
         if not keys:
             return self._rule(f"c{index}", f"{head} {close}")
         self._rule(f"t{index}::_", "\n  | ".join(lines))
@@ -303,15 +342,17 @@ class _Writer:
 
     def _element(self, sub: Any, schema: dict, root: dict, style: Tagged) -> str:
         """The rule of one value with its closing tag."""
-        close = _quoted(style.value_close)
+        close = quoted(style.value_close)
         sub = {} if sub is True else sub
         if "$ref" in sub:
             sub = json_schema.resolve(schema, sub["$ref"])
         literals = [sub["const"]] if "const" in sub else sub.get("enum", [])
         if literals and not any(isinstance(v, (dict, list)) for v in literals):
             words = [v if isinstance(v, str) else json.dumps(v) for v in literals]
-            return f"WS? ({' | '.join(_quoted(w) or EMPTY for w in words)}) WS? {close}"
+            around = {"newline": '"\\n"?', "all": "WS?", "none": ""}[style.trim]
+            return f"{around} ({' | '.join(quoted(w) or EMPTY for w in words)}) {around} {close}"
         if "string" in json_schema.types_of(sub, schema):
+            self._notice(sub)
             return "anytext"
         return f"WS? {self._value(sub, root)} WS? {close}"
 
@@ -319,17 +360,9 @@ class _Writer:
 def _pattern(text: str) -> str:
     """A regular expression of the format as Lark: a plain string where it is one."""
     plain = not any(c in r"\[](){}*+?|.^$" for c in text)
-    return _quoted(text) if plain else f"/{_slashed(text)}/"
+    return quoted(text) if plain else f"/{_slashed(text)}/"
 
 
 def _slashed(pattern: str) -> str:
     """A regular expression as it stands between slashes."""
     return pattern.replace("/", r"\/")
-
-
-def _given(required: list[int]) -> str:
-    """`%if` every key with these numbers has been given; nothing when none has to be."""
-    condition = ""
-    for i in required:
-        condition = f"and({condition}, bit_set({i}))" if condition else f"bit_set({i})"
-    return f" %if {condition}" if condition else ""

@@ -446,7 +446,7 @@ def _python_call(node: ast.expr) -> _Draft:
             raise Refused(f"`{keyword.arg}` is given twice")
         try:
             arguments[keyword.arg] = ast.literal_eval(_JsonWords().visit(keyword.value))
-            json.dumps(arguments[keyword.arg])
+            json.dumps(arguments[keyword.arg], allow_nan=False)
         except (ValueError, TypeError, SyntaxError, RecursionError) as error:
             raise Refused(f"the value of `{keyword.arg}` is not a literal") from error
     return _Draft(ast.unparse(node.func), arguments)

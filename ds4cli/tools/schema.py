@@ -19,6 +19,8 @@ ANNOTATIONS = frozenset(
 _SUBSCHEMA = ("items", "additionalProperties", "not", "contains", "propertyNames")
 _SUBSCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+NUMBER_LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+TEXT_LIMITS = ("pattern", "minLength", "maxLength")
 MAX_DEPTH = 200
 
 

@@ -1,0 +1,240 @@
+"""The grammar against the parser, hostile schemas, special tokens, and what building costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_tools_guard import text_of, wrapper_for
+from toolkit import EOS, TOOLS, encode, play, tokenizer
+
+from ds4cli.tools import FORMATS, Guard, Refused, Tool, parse_calls
+from ds4cli.tools.grammar import Grammar, NoGrammar, grammar_for
+
+RICH = [
+    Tool(
+        "edit",
+        "",
+        {
+            "type": "object",
+            "properties": {
+                "path": {"type": "string"},
+                "mode": {"type": "string", "enum": ["a", "ab", "w r"]},
+                "size": {"type": ["integer", "null"]},
+                "at": {
+                    "type": "object",
+                    "properties": {"x": {"type": "number"}, "y": {"$ref": "#/$defs/flag"}},
+                    "required": ["x"],
+                    "additionalProperties": False,
+                },
+                "list": {"type": "array", "items": {"type": "string", "enum": ["p", "q"]}},
+            },
+            "required": ["mode", "path"],
+            "$defs": {"flag": {"type": "boolean"}},
+        },
+    ),
+    Tool("now", "", {"type": "object", "properties": {}}),
+    Tool("opt", "", {"type": "object", "properties": {"n": {"type": "integer"}}}),
+]
+CLOSERS = [bytes([b]) for b in b"\"'}]>)<|e/"]
+
+
+def walk(grammar, fmt, stops, rng, limit=60):
+    """Random text of the grammar, with a liking for what closes things; None when it does not end."""
+    matcher, data = grammar.matcher(), b""
+    parts = [v for v in vars(fmt.style).values() if isinstance(v, str)]
+    closers = [grammar.tokens_of(t.encode()) for t in (fmt.end, *parts, '"', "'") if t]
+    while limit > 0 and len(data) < 4000:
+        if matcher.is_accepting():
+            return data
+        chosen = rng.choice(closers)
+        if rng.random() < 0.5 or matcher.validate_tokens(chosen) < len(chosen):
+            options = np.flatnonzero(grammar.mask(matcher, grammar.vocab.vocab_size))
+            texts = {int(i): grammar.bytes_of(int(i)) for i in options if int(i) not in stops}
+            limit -= len(texts) > 20
+            weights = [8 if t[:1] in CLOSERS else 0.3 for t in texts.values()]
+            chosen = rng.choices(list(texts), weights)
+        assert matcher.try_consume_tokens(chosen) == len(chosen)
+        data += b"".join(grammar.bytes_of(i) for i in chosen)
+    return None
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_whatever_the_grammar_allows_is_a_valid_call(name):
+    """A call that was kept inside its grammar is refused, mended or read differently when it closes."""
+    wrapper, fmt = wrapper_for(name), FORMATS[name]
+    grammar = grammar_for(wrapper, fmt, RICH)
+    rng, done = random.Random(7), 0
+    for _ in range(80):
+        if done == 8:
+            break
+        data = walk(grammar, fmt, wrapper.eos_token_ids, rng)
+        if data is None:
+            continue
+        text = data.decode("utf-8", "replace")
+        start = next(s for s in fmt.starts if text.startswith(s))
+        end = text.rindex(fmt.end) if fmt.end and fmt.end in text else len(text)
+        for call in parse_calls(fmt, text[len(start) : end], RICH):
+            assert call.outcome == "valid", (text, call)
+            json.loads(call.arguments)
+        done += 1
+    assert done == 8
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_marks_the_first_wrong_character(name):
+    """A format whose grammar takes a wrong name, or an argument that is not declared."""
+    wrapper = wrapper_for(name)
+    for wrong in ("get_wether", "get_weatherr"):
+        steps = play(Guard(wrapper, TOOLS), wrapper, text_of(name).replace("get_weather", wrong))
+        assert steps[-1].event == "left", steps[-1]
+    steps = play(Guard(wrapper, TOOLS), wrapper, text_of(name).replace("city", "cite"))
+    assert steps[-1].event == "left"
+
+
+def build(parameters, name="json_tools"):
+    begin = time.perf_counter()
+    guard = Guard(tokenizer(name), [Tool("t", "", parameters)])
+    return guard, time.perf_counter() - begin
+
+
+def test_huge_enums_deep_nesting_and_recursion_do_not_hang():
+    """A schema that takes minutes to compile, or overflows a stack."""
+    deep = {"type": "string"}
+    for _ in range(150):
+        deep = {"type": "object", "properties": {"d": deep}, "required": ["d"]}
+    recursive = {
+        "type": "object",
+        "properties": {"tree": {"$ref": "#/$defs/node"}},
+        "$defs": {"node": {"type": "object", "properties": {"kids": {"type": "array",
+                  "items": {"$ref": "#/$defs/node"}}}, "additionalProperties": False}},
+    }  # fmt: skip
+    enum = {"type": "object", "properties": {"e": {"enum": [f"value-{i}" for i in range(20_000)]}}}
+    for schema in (deep, recursive, enum):
+        for name in ("json_tools", "qwen3_coder", "gemma4"):
+            guard, seconds = build(schema, name)
+            assert seconds < 5
+            assert guard._grammar is not None or guard.notices
+
+
+def test_a_recursive_value_stays_inside_its_schema():
+    """Recursion resolved against the wrong root once a schema is part of a grammar."""
+    schema = {
+        "type": "object",
+        "properties": {"tree": {"$ref": "#/$defs/node"}},
+        "required": ["tree"],
+        "$defs": {"node": {"type": "object", "properties": {"kids": {"type": "array",
+                  "items": {"$ref": "#/$defs/node"}}}, "additionalProperties": False}},
+    }  # fmt: skip
+    guard, _ = build(schema)
+    wrapper = tokenizer()
+    good = '<tool_call>{"name": "t", "arguments": {"tree": {"kids": [{"kids": [{}]}]}}}</tool_call>'
+    assert play(guard, wrapper, good)[-1].event == "closed"
+    guard, _ = build(schema)
+    assert play(guard, wrapper, good.replace("[{}]", "[1]"))[-1].event == "left"
+
+
+def test_unsupported_keywords_are_named_and_checked_at_the_end():
+    """A keyword that the grammar cannot hold is ignored in silence."""
+    guard, _ = build({"type": "object", "properties": {"l": {"type": "array", "uniqueItems": True}}})
+    assert any("when a call closes" in notice for notice in guard.notices)
+    text = '<tool_call>{"name": "t", "arguments": {"l": [1, 1]}}</tool_call>'
+    steps = play(guard, tokenizer(), text)
+    assert steps[-1].event == "broken" and "repeats" in steps[-1].reason
+    guard, _ = build({"type": "object", "properties": {"l": {"type": "string", "shape": "round"}}})
+    assert any("`properties.l.shape` is not checked" in notice for notice in guard.notices)
+    guard, _ = build({"type": "object", "properties": {"s": {"type": "string", "pattern": "^a+$"}}}, "qwen3_coder")
+    assert any("pattern" in notice for notice in guard.notices)
+
+
+def test_a_reason_is_given_where_no_grammar_can_be_built():
+    """Calls that are silently not kept inside any grammar."""
+    many = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(70)}}
+    guard, _ = build(many, "qwen3_coder")
+    assert guard._grammar is None and any("more than 60" in n for n in guard.notices)
+    guard, _ = build(many)
+    assert guard._grammar is not None
+
+
+def test_special_tokens_of_the_chat_are_never_inside_a_call():
+    """A grammar that lets `<|user|>` or a padding id into a string; the syntax's own special tokens must pass."""
+    quote = '<|"|>'
+    wrapper = tokenizer("gemma4", specials=[quote, "<|tool_call>", "<tool_call|>"])
+    guard = Guard(wrapper, TOOLS)
+    text = text_of("gemma4")
+    assert play(guard, wrapper, text)[-1].event == "closed"
+    guard = Guard(wrapper, TOOLS)
+    at = text.index("Paris") + 2
+    play(guard, wrapper, text[:at])
+    mask = guard.allowed(len(wrapper) + 9)
+    assert mask[encode(wrapper, quote)[0]] and not mask[encode(wrapper, "<|user|>")[0]]
+    assert not mask[len(wrapper) :].any() and not mask[wrapper.eos_token_id]
+
+
+def test_the_grammar_is_built_once():
+    """Every reply of a chat pays for the grammar again."""
+    wrapper = tokenizer()
+    first, second = (grammar_for(wrapper, FORMATS["json_tools"], TOOLS) for _ in range(2))
+    assert first is second and first.build_s > 0
+    assert grammar_for(wrapper, FORMATS["json_tools"], RICH) is not first
+
+
+def test_a_tokenizer_without_a_fast_form_says_so():
+    """A slow tokenizer crashes instead of going without a grammar."""
+
+    class Slow:
+        eos_token_ids = (1,)
+
+    with pytest.raises(NoGrammar, match="fast"):
+        Grammar(Slow(), FORMATS["json_tools"], TOOLS)
+
+
+def test_watching_costs_little():
+    """A guard that slows decoding while nothing is wrong: the budget is 2 % of a step of 10 ms."""
+    wrapper = tokenizer()
+    text = "Prose. " * 100 + text_of("json_tools").replace("Paris", "Some long value. " * 100)
+    ids = encode(wrapper, text)
+    guard = Guard(wrapper, TOOLS)
+    begin = time.perf_counter()
+    for pos, token in enumerate(ids):
+        guard.feed(pos, token, wrapper.decode([token]))
+    assert (time.perf_counter() - begin) / len(ids) < 200e-6
+
+
+REAL = Path(__file__).parents[2] / "shared" / "models" / "tiny-hybrid-8bit"
+
+
+@pytest.mark.skipif(not os.path.exists(REAL), reason="no model folder at hand")
+def test_a_real_tokenizer():
+    """Everything above holds for hand-made vocabularies only."""
+    from mlx_lm.tokenizer_utils import load
+
+    wrapper = load(REAL)
+    for text in (text_of("json_tools"), text_of("json_tools").replace("Paris", "Łódź 🎉\\n")):
+        guard = Guard(wrapper, TOOLS)
+        steps = play(guard, wrapper, "Let me see.\n" + text)
+        assert [s.event for s in steps if s.event] == ["open", "closed"]
+    wrong = text_of("json_tools").replace("city", "town")
+    assert play(Guard(wrapper, TOOLS), wrapper, wrong)[-1].event == "left"
+
+
+def test_refused_is_what_parsing_raises():
+    """Callers catch Refused; anything else is a crash in the middle of a reply."""
+    rng = random.Random(3)
+    for name, fmt in FORMATS.items():
+        text = text_of(name).removeprefix(fmt.start).removesuffix(fmt.end).removesuffix(EOS)
+        for _ in range(60):
+            chars = list(text)
+            for _ in range(rng.randint(1, 6)):
+                at = rng.randrange(len(chars))
+                chars[at : at + rng.randint(0, 3)] = rng.choice(['"', "{", "}", "\\", "<", "\0", "", "\n", "["])
+            try:
+                calls = parse_calls(fmt, "".join(chars), TOOLS)
+            except Refused:
+                continue
+            assert all(isinstance(json.loads(c.arguments), dict) for c in calls)
