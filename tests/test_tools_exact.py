@@ -1,4 +1,6 @@
-"""Repairing after the fact gives exactly what masking at every step gives. No model: logits come from a function."""
+"""Repairing after the fact gives exactly what masking at every step gives. No model: logits come
+from a function.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,17 @@ from ds4cli.tools import FORMATS, Guard
 from ds4cli.tools.grammar import grammar_for
 
 BAD = {
-    "json_tools": 'Hi x<tool_call>\n{"name": "get_weathr", "arguments": {"city": "Paris", "days": "12"}}\n'
-    "</tool_call>\nbye",
-    "qwen3_coder": "Hi x<tool_call>\n<functon=get_weather>\n<parameter=town>\nPa</parameter> x\n</parameter>\n"
-    "<parameter=days>\nmany\n</parameter>\n</function>\n</tool_call>\nbye",
-    "minimax_m2": '<minimax:tool_call>\n<invoke name="set_alarm">\n<parameter name="on">yes</parameter>\n'
-    '<parameter name="off">1</parameter>\n</invoke>\n</minimax:tool_call>',
+    "json_tools": 'Hi x<tool_call>\n{"name": "get_weathr", "arguments": {"city": "Paris", '
+    '"days": "12"}}\n</tool_call>\nbye',
+    "qwen3_coder": "Hi x<tool_call>\n<functon=get_weather>\n<parameter=town>\nPa</parameter> x\n"
+    "</parameter>\n<parameter=days>\nmany\n</parameter>\n</function>\n</tool_call>\nbye",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="set_alarm">\n<parameter name="on">yes'
+    '</parameter>\n<parameter name="off">1</parameter>\n</invoke>\n</minimax:tool_call>',
 }
 GOOD = {
     "json_tools": '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>',
-    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n"
-    "</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+    "</function>\n</tool_call>",
     "minimax_m2": '<minimax:tool_call>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
 }
 LENGTH = 140
@@ -49,7 +51,9 @@ class FakeModel:
         return row
 
     def _rest(self, text: str) -> str:
-        """What follows in the script, after walking along it with `text` and catching up where they differ."""
+        """What follows in the script, after walking along it with `text` and catching up where they
+        differ.
+        """
         at = 0
         for i, char in enumerate(text):
             if self.script.startswith(char, at):
@@ -60,7 +64,9 @@ class FakeModel:
 
 
 class Loop:
-    """What the session does, on lists: position-keyed picks, drafts, acceptance, the guard's answers."""
+    """What the session does, on lists: position-keyed picks, drafts, acceptance, the guard's
+    answers.
+    """
 
     def __init__(self, wrapper, model: FakeModel, temp: float) -> None:
         self.wrapper, self.model, self.temp = wrapper, model, temp
@@ -136,7 +142,9 @@ class Loop:
         if match.start() < len(text):
             mask = grammar.mask(self._after(grammar, text[match.start() :]), self.model.size)
         else:
-            mask = np.array([self._may_begin(grammar, opening, text, t) for t in range(self.model.size)])
+            mask = np.array(
+                [self._may_begin(grammar, opening, text, t) for t in range(self.model.size)]
+            )
         return self.pick(tokens, mask)
 
     def _may_begin(self, grammar, opening, text, token) -> bool:
@@ -170,7 +178,9 @@ def copying(reference: list[int], seed: int):
 @pytest.mark.parametrize("temp", [0.0, 1.0])
 @pytest.mark.parametrize("name", list(BAD))
 def test_repair_equals_masking_from_the_start(name, temp):
-    """A repair that gives other text than constrained decoding, with or without drafts, at any temperature."""
+    """A repair that gives other text than constrained decoding, with or without drafts, at any
+    temperature.
+    """
     wrapper, fmt = tokenizer(name), FORMATS[name]
     repaired = closed = 0
     for seed in range(6):

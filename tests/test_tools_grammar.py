@@ -45,7 +45,7 @@ CLOSERS = [bytes([b]) for b in b"\"'}]>)<|e/"]
 
 
 def walk(grammar, fmt, stops, rng, limit=60):
-    """Random text of the grammar, with a liking for what closes things; None when it does not end."""
+    """Random text of the grammar that likes to close things; None when it does not end."""
     matcher, data = grammar.matcher(), b""
     parts = [v for v in vars(fmt.style).values() if isinstance(v, str)]
     closers = [grammar.tokens_of(t.encode()) for t in (fmt.end, *parts, '"', "'") if t]
@@ -66,7 +66,9 @@ def walk(grammar, fmt, stops, rng, limit=60):
 
 @pytest.mark.parametrize("name", list(FORMATS))
 def test_whatever_the_grammar_allows_is_a_valid_call(name):
-    """A call that was kept inside its grammar is refused, mended or read differently when it closes."""
+    """A call that was kept inside its grammar is refused, mended or read differently when it
+    closes.
+    """
     wrapper, fmt = wrapper_for(name), FORMATS[name]
     grammar = grammar_for(wrapper, fmt, RICH)
     rng, done = random.Random(7), 0
@@ -141,14 +143,19 @@ def test_a_recursive_value_stays_inside_its_schema():
 
 def test_unsupported_keywords_are_named_and_checked_at_the_end():
     """A keyword that the grammar cannot hold is ignored in silence."""
-    guard, _ = build({"type": "object", "properties": {"l": {"type": "array", "uniqueItems": True}}})
+    guard, _ = build(
+        {"type": "object", "properties": {"l": {"type": "array", "uniqueItems": True}}}
+    )
     assert any("when a call closes" in notice for notice in guard.notices)
     text = '<tool_call>{"name": "t", "arguments": {"l": [1, 1]}}</tool_call>'
     steps = play(guard, tokenizer(), text)
     assert steps[-1].event == "broken" and "repeats" in steps[-1].reason
     guard, _ = build({"type": "object", "properties": {"l": {"type": "string", "shape": "round"}}})
     assert any("`properties.l.shape` is not checked" in notice for notice in guard.notices)
-    guard, _ = build({"type": "object", "properties": {"s": {"type": "string", "pattern": "^a+$"}}}, "qwen3_coder")
+    guard, _ = build(
+        {"type": "object", "properties": {"s": {"type": "string", "pattern": "^a+$"}}},
+        "qwen3_coder",
+    )
     assert any("pattern" in notice for notice in guard.notices)
 
 
@@ -162,7 +169,9 @@ def test_a_reason_is_given_where_no_grammar_can_be_built():
 
 
 def test_special_tokens_of_the_chat_are_never_inside_a_call():
-    """A grammar that lets `<|user|>` or a padding id into a string; the syntax's own special tokens must pass."""
+    """A grammar that lets `<|user|>` or a padding id into a string; the syntax's own special tokens
+    must pass.
+    """
     quote = '<|"|>'
     wrapper = tokenizer("gemma4", specials=[quote, "<|tool_call>", "<tool_call|>"])
     guard = Guard(wrapper, TOOLS)
@@ -232,7 +241,9 @@ def test_refused_is_what_parsing_raises():
             chars = list(text)
             for _ in range(rng.randint(1, 6)):
                 at = rng.randrange(len(chars))
-                chars[at : at + rng.randint(0, 3)] = rng.choice(['"', "{", "}", "\\", "<", "\0", "", "\n", "["])
+                chars[at : at + rng.randint(0, 3)] = rng.choice(
+                    ['"', "{", "}", "\\", "<", "\0", "", "\n", "["]
+                )
             try:
                 calls = parse_calls(fmt, "".join(chars), TOOLS)
             except Refused:

@@ -9,6 +9,7 @@ import pytest
 from toolkit import TOOLS
 
 from ds4cli.tools import FORMATS, Refused, Tool, parse_calls
+from ds4cli.tools.formats import BAR
 from ds4cli.tools.mend import members, read
 
 # One good call of every format: get_weather with city "Paris".
@@ -19,18 +20,19 @@ BODIES = {
     "laguna": "get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n",
     "longcat": "get_weather\n<longcat_arg_key>city</longcat_arg_key>\n"
     "<longcat_arg_value>Paris</longcat_arg_value>\n",
-    "minimax_m2": '\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n',
+    "minimax_m2": '\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
+    "</invoke>\n",
     "muse_spark": '\n<atem:invoke name="get_weather">\n<atem:parameter name="city">Paris'
     "</atem:parameter>\n</atem:invoke>\n",
-    "deepseek_v32": '\n<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">'  # noqa: RUF001
-    "Paris</｜DSML｜parameter>\n</｜DSML｜invoke>\n",  # noqa: RUF001
+    "deepseek_v32": '\n<|DSML|invoke name="get_weather">\n<|DSML|parameter name="city" '
+    'string="true">Paris</|DSML|parameter>\n</|DSML|invoke>\n'.replace("|", BAR),
     "minicpm5": '"get_weather"><param name="city">Paris</param>',
     "kimi_k3": '<|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city" '
     'type="string"<|sep|>Paris<|close|>argument<|sep|><|close|>call<|sep|>',
     "kimi_k2": "<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
     '{"city": "Paris"}<|tool_call_end|>',
-    "deepseek_v31": '<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}'  # noqa: RUF001
-    "<｜tool▁call▁end｜>",  # noqa: RUF001
+    "deepseek_v31": '<|tool▁call▁begin|>get_weather<|tool▁sep|>{"city": "Paris"}'
+    "<|tool▁call▁end|>".replace("|", BAR),
     "mistral": 'get_weather[ARGS]{"city": "Paris"}',
     "harmony": 'get_weather <|constrain|>json<|message|>{"city": "Paris"}',
     "gemma4": 'call:get_weather{city:<|"|>Paris<|"|>}',
@@ -53,14 +55,21 @@ def test_every_format_has_a_sample():
 def test_a_good_call_is_valid_and_kept_as_written(name):
     """A correct call reported as repaired, refused, or re-serialised."""
     (call,) = parse(name, BODIES[name])
-    assert (call.name, call.arguments, call.outcome) == ("get_weather", '{"city": "Paris"}', "valid")
+    assert (call.name, call.arguments, call.outcome) == (
+        "get_weather",
+        '{"city": "Paris"}',
+        "valid",
+    )
 
 
 @pytest.mark.parametrize("name", [n for n in BODIES if n not in OWN])
 def test_agrees_with_the_parser_of_mlx_lm(name):
     """A format written from memory: mlx-lm's parser must read the same name and arguments."""
     module = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
-    assert (module.tool_call_start, module.tool_call_end) == (FORMATS[name].start, FORMATS[name].end)
+    assert (module.tool_call_start, module.tool_call_end) == (
+        FORMATS[name].start,
+        FORMATS[name].end,
+    )
     theirs = module.parse_tool_call(BODIES[name], [tool.spec for tool in TOOLS])
     theirs = theirs[0] if isinstance(theirs, list) else theirs
     assert (theirs["name"], theirs["arguments"]) == ("get_weather", {"city": "Paris"})
@@ -69,7 +78,7 @@ def test_agrees_with_the_parser_of_mlx_lm(name):
 @pytest.mark.parametrize("name", list(BODIES))
 @pytest.mark.parametrize("keep", [0.55, 0.8, 0.95])
 def test_a_cut_call_is_never_half_a_call(name, keep):
-    """A call cut anywhere that comes back with `{}` or half a value (reports 4.1, 4.7)."""
+    """A call cut anywhere that comes back with `{}` or half a value."""
     body = BODIES[name].rstrip()
     try:
         (call,) = parse(name, body[: int(len(body) * keep)])
@@ -109,7 +118,7 @@ JSON_REPAIRS = {
 
 @pytest.mark.parametrize("case", list(JSON_REPAIRS))
 def test_json_repairs_say_what_changed(case):
-    """The request dies with JSONDecodeError on damage that has one reading only (report 4.1)."""
+    """The request dies with JSONDecodeError on damage that has one reading only."""
     body, note = JSON_REPAIRS[case]
     (call,) = parse("json_tools", body)
     assert call.outcome == "repaired" and note in " ".join(call.notes)
@@ -153,7 +162,7 @@ def test_json_refusals(case):
 
 
 def test_a_value_that_contains_its_own_closing_tag_is_whole():
-    """`</parameter>` inside a value cuts it (report 4.1)."""
+    """`</parameter>` inside a value cuts it."""
     body = BODIES["qwen3_coder"].replace("Paris", "a </parameter> b\n</parameter>c")
     (call,) = parse("qwen3_coder", body)
     assert json.loads(call.arguments) == {"city": "a </parameter> b\n</parameter>c"}
@@ -161,7 +170,7 @@ def test_a_value_that_contains_its_own_closing_tag_is_whole():
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm47", "minimax_m2", "deepseek_v32", "minicpm5"])
 def test_an_unclosed_value_is_refused(name):
-    """An unclosed parameter silently gives `{}` (report 4.1)."""
+    """An unclosed parameter silently gives `{}`."""
     style = FORMATS[name].style
     body = BODIES[name].replace(style.value_close, "")
     with pytest.raises(Refused, match="never closed"):
@@ -169,7 +178,7 @@ def test_an_unclosed_value_is_refused(name):
 
 
 def test_a_missing_closing_element_is_noted():
-    """A complete call is thrown away for want of `</function>` (report 4.4)."""
+    """A complete call is thrown away for want of `</function>`."""
     (call,) = parse("qwen3_coder", BODIES["qwen3_coder"].replace("</function>", ""))
     assert call.outcome == "repaired" and "</function>" in call.notes[0]
 
@@ -217,11 +226,19 @@ def test_values_in_elements_follow_their_schema(key, raw, value):
     assert json.loads(call.arguments) == {key: value}
 
 
-@pytest.mark.parametrize(("key", "raw"), [("n", "abc"), ("n", ""), ("n", "3.5"), ("b", "yes"), ("l", "1, 2")])
+@pytest.mark.parametrize(
+    ("key", "raw"), [("n", "abc"), ("n", ""), ("n", "3.5"), ("b", "yes"), ("l", "1, 2")]
+)
 def test_values_of_the_wrong_type_are_refused(key, raw):
-    """A bad integer raises out of the parser, or an unparsed string is passed on as if it were a list."""
+    """A bad integer raises out of the parser, or an unparsed string is passed on as if it were a
+    list.
+    """
     with pytest.raises(Refused):
-        parse("qwen3_coder", f"<function=typed>\n<parameter={key}>\n{raw}\n</parameter>\n</function>", [TYPED])
+        parse(
+            "qwen3_coder",
+            f"<function=typed>\n<parameter={key}>\n{raw}\n</parameter>\n</function>",
+            [TYPED],
+        )
 
 
 def test_a_string_where_a_number_belongs_is_read_and_noted():
@@ -232,19 +249,25 @@ def test_a_string_where_a_number_belongs_is_read_and_noted():
 
 def test_gemma_nesting_and_quotes():
     """Braces, commas and quotes inside Gemma's quoted strings end the value early."""
-    (call,) = parse("gemma4", 'call:typed{s:<|"|>a}, "b": {<|"|>,l:[1,2],any:{k:<|"|>v<|"|>}}', [TYPED])
+    (call,) = parse(
+        "gemma4", 'call:typed{s:<|"|>a}, "b": {<|"|>,l:[1,2],any:{k:<|"|>v<|"|>}}', [TYPED]
+    )
     assert json.loads(call.arguments) == {"s": 'a}, "b": {', "l": [1, 2], "any": {"k": "v"}}
 
 
 def test_pythonic_never_runs_anything():
     """A call's value that is an expression rather than a literal."""
-    for body in ("[get_weather(city=open('/etc/passwd'))]", "[get_weather('Paris')]", "get_weather"):
+    for body in (
+        "[get_weather(city=open('/etc/passwd'))]",
+        "[get_weather('Paris')]",
+        "get_weather",
+    ):
         with pytest.raises(Refused):
             parse("pythonic", body)
 
 
 def test_members_keep_the_source_text():
-    """Arguments re-serialised with other spaces or key order (report 4.6)."""
+    """Arguments re-serialised with other spaces or key order."""
     text = '{"b" : [1,  2], "a":{"x":"\\u00e9\\"" }}'
     assert list(members(text)) == [("b", "[1,  2]"), ("a", '{"x":"\\u00e9\\"" }')]
 

@@ -1,9 +1,14 @@
-"""Tool calls: declared, watched, kept inside their grammar, parsed with three outcomes only. No mlx in here.
+"""Tool calls: declared, watched, kept inside their grammar, parsed strictly. No mlx in here.
 
-declared.py   the user's tools, read and checked        schema.py   JSON Schema, checking a value
-formats.py    how each family writes a call, as data    mend.py     JSON: as it is, mended with a note, refused
-parse.py      text of a call -> ParsedCall or Refused   grammar.py  the same syntax for llguidance
-guard.py      watches a reply, says where to go back    running.py  a tool's command; tool results as plain text
+declared.py  the user's tools, read and checked
+schema.py    JSON Schema: checking a value
+formats.py   how each family writes a call, as data
+mend.py      JSON: as it is, mended with a note of every change, or refused
+parse.py     the text of a call -> ParsedCall, or Refused
+literals.py  Lark rules for values that are not JSON
+grammar.py   the formats for llguidance
+guard.py     watches a reply, says where to go back to
+running.py   a tool's command; tool results as plain text
 """
 
 from ds4cli.tools.declared import Tool, load_tools

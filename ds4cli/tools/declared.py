@@ -35,7 +35,7 @@ class Tool:
 
     @property
     def arguments_schema(self) -> dict:
-        """`parameters`, closed: what is not declared is not an argument, unless the schema says so."""
+        """`parameters`, closed: what is not declared is no argument, unless the schema says so."""
         schema = self.parameters
         if not schema.get("properties") or any(word in schema for word in _OPENS):
             return schema

@@ -1,8 +1,9 @@
 """How each family of models writes a tool call: one entry per format, as data.
 
-Markers are matched as text. A call opens when `start` and enough of what follows (`lead`) have been seen, so that
-text that only mentions a marker stays prose. `{name}` and `{key}` stand for a tool's and an argument's name.
-Sources: the parsers in `mlx_lm/tool_parsers`, `mlx_lm/chat_templates/deepseek_v32.py`, OpenAI's harmony format.
+Markers are matched as text. A call opens when `start` and enough of what follows (`lead`) have been
+seen, so that text that only mentions a marker stays prose. `{name}` and `{key}` stand for a tool's
+and an argument's name. Sources: the parsers in `mlx_lm/tool_parsers`,
+`mlx_lm/chat_templates/deepseek_v32.py`, OpenAI's harmony format.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import regex
 
+BAR = "\uff5c"  # the full-width bar in DeepSeek's markers
 SPACE = r"[ \t\r\n]{0,8}"
 
 
@@ -34,9 +36,10 @@ class Named:
 class Tagged:
     """Every argument in its own element.
 
-    call_open name name_close (key_open key key_close VALUE value_close)* call_close; `name_close` and `key_close` are
-    regular expressions, the rest is literal. `trim` says what surrounds a string value: "newline" (one on each
-    side), "all" white space, or "none". Several calls may follow each other where `many`.
+    call_open name name_close (key_open key key_close VALUE value_close)* call_close; `name_close`
+    and `key_close` are regular expressions, the rest is literal. `trim` says what surrounds a
+    string value: "newline" (one on each side), "all" white space, or "none". Several calls may
+    follow each other where `many`.
     """
 
     call_open: str
@@ -158,9 +161,9 @@ _ALL = [
     _invoke("muse_spark", "<atem:function_calls>", "</atem:function_calls>", "atem:"),
     _invoke(
         "deepseek_v32",
-        "<｜DSML｜function_calls>",
-        "</｜DSML｜function_calls>",
-        "｜DSML｜",
+        f"<{BAR}DSML{BAR}function_calls>",
+        f"</{BAR}DSML{BAR}function_calls>",
+        f"{BAR}DSML{BAR}",
         '" string="(true|false)">',
     ),
     Format(
@@ -201,13 +204,13 @@ _ALL = [
     ),
     Format(
         "deepseek_v31",
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁calls▁end｜>",
+        f"<{BAR}tool▁calls▁begin{BAR}>",
+        f"<{BAR}tool▁calls▁end{BAR}>",
         SPACE + "<",
         Named(
-            "<｜tool▁sep｜>",
-            before="<｜tool▁call▁begin｜>",
-            after="<｜tool▁call▁end｜>",
+            f"<{BAR}tool▁sep{BAR}>",
+            before=f"<{BAR}tool▁call▁begin{BAR}>",
+            after=f"<{BAR}tool▁call▁end{BAR}>",
         ),
     ),
     Format(
@@ -241,15 +244,16 @@ FORMATS = {f.name: f for f in _ALL}
 # Formats that mlx-lm has no parser for, by tokens that only their vocabularies have.
 _BY_VOCABULARY = {
     "harmony": ("<|channel|>", "<|message|>", "<|call|>"),
-    "deepseek_v32": ("｜DSML｜",),
-    "deepseek_v31": ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"),
+    "deepseek_v32": (f"{BAR}DSML{BAR}",),
+    "deepseek_v31": (f"<{BAR}tool▁calls▁begin{BAR}>", f"<{BAR}tool▁sep{BAR}>"),
 }
 
 
 def detect_format(tokenizer: Any) -> Format | None:
     """The format of an mlx-lm TokenizerWrapper, None when the model has none.
 
-    A format whose end marker is one of the model's stop tokens (it never becomes text) gets an empty `end`.
+    A format whose end marker is one of the model's stop tokens (it never becomes text) gets an
+    empty `end`.
     """
     found = _named_format(tokenizer)
     if (

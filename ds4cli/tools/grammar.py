@@ -1,9 +1,11 @@
-"""A grammar for the calls of the declared tools, in the format's own syntax. The only module that imports llguidance.
+"""A grammar for the calls of the declared tools, in the format's own syntax.
 
-The grammar covers a call from the first byte of its start marker to its end marker, then anything, so that a token
-which merges a marker with its neighbours is an ordinary token. It never forces a tokenisation (`no_forcing`): a
-token is allowed exactly when the matcher would accept it, and that makes repairing after the fact equal to
-masking from the start.
+The only module that imports llguidance.
+
+The grammar covers a call from the first byte of its start marker to its end marker, then anything,
+so that a token which merges a marker with its neighbours is an ordinary token. It never forces a
+tokenisation (`no_forcing`): a token is allowed exactly when the matcher would accept it, and that
+makes repairing after the fact equal to masking from the start.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from ds4cli.tools.formats import SPACE, Format, Json, Literal, Named, Pythonic, 
 from ds4cli.tools.literals import Literals, NoGrammar, Syntax, gemma, given, python, quoted
 
 _MAX_KEYS = 60  # llguidance counts the keys already given in one 64-bit number
-# White space as people and templates write it. Without a bound a weak model can go on with it for ever.
+# White space as people and templates write it. Without a bound a weak model can go on with it for
+# ever.
 _SPACE = r"([ \t]{1,4}|[ ]{0,2}(\r?\n){1,2}[ \t]{0,40})"
 EMPTY = '""'
 _PLAIN = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
@@ -86,7 +89,7 @@ _cache: weakref.WeakKeyDictionary[Any, dict[str, Grammar | str]] = weakref.WeakK
 
 
 def grammar_for(tokenizer: Any, fmt: Format, tools: Sequence[Tool]) -> Grammar:
-    """The grammar, built once per tokenizer and set of tools. Raises NoGrammar, the same each time."""
+    """The grammar, built once per tokenizer and set of tools. Raises NoGrammar every time."""
     built = _cache.setdefault(tokenizer, {})
     key = json.dumps([fmt.name, [[t.name, t.parameters] for t in tools]])
     if key not in built:
@@ -117,7 +120,7 @@ class _Vocabulary:
 
 
 def _vocabulary(tokenizer: Any, fmt: Format) -> LLTokenizer:
-    """Tokens that spell parts of the format's syntax count as text, the other special ones do not."""
+    """Special tokens count as text only where they spell a part of the format's syntax."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise NoGrammar("the tokenizer has no fast (tokenizer.json) form")
@@ -147,7 +150,9 @@ def _escaped(text: str) -> str:
 
 
 class _Writer:
-    """Writes the Lark text. One method per style; `lenient` leaves out what llguidance cannot enforce."""
+    """Writes the Lark text. One method per style; `lenient` leaves out what llguidance cannot
+    enforce.
+    """
 
     def __init__(self, fmt: Format, tools: Sequence[Tool], lenient: bool) -> None:
         self.fmt, self.tools, self.lenient = fmt, tools, lenient
@@ -169,7 +174,8 @@ class _Writer:
             raise NoGrammar(f"only its own parser knows the `{self.fmt.name}` format")
         body = writers[style](self.fmt.style)
         start = "" if self.fmt.keep_start else f"{self._start()} LEAD?"
-        # A call that a stop token ends has nothing behind it: the matcher accepts the stop token itself.
+        # A call that a stop token ends has nothing behind it: the matcher accepts the stop token
+        # itself.
         end = f"WS? {quoted(self.fmt.end)} TAIL?" if self.fmt.end else "WS?"
         if isinstance(self.fmt.style, Tagged) and not self.fmt.style.call_close:
             end = "TAIL?"  # the end marker ends the call itself
@@ -230,7 +236,7 @@ class _Writer:
         return self._rule(f"a{index}", f'"{{" WS? k{index}::0x0 {empty}')
 
     def _is_plain(self, schema: dict) -> bool:
-        """Whether the properties can be taken one by one: nothing relates them or points at them."""
+        """Whether the properties can be taken one by one: nothing relates them to each other."""
         keys = set(schema) - json_schema.ANNOTATIONS
         refs = [n["$ref"] for _, n in json_schema.walk(schema) if "$ref" in n]
         return (
@@ -253,8 +259,8 @@ class _Writer:
 
     def _named(self, style: Named) -> str:
         between = _pattern(style.between)
-        calls = [f"{quoted(tool.name)} {between} WS? {arguments}"
-                 for tool, arguments in zip(self.tools, self._all_arguments(), strict=True)]  # fmt: skip
+        pairs = zip(self.tools, self._all_arguments(), strict=True)
+        calls = [f"{quoted(tool.name)} {between} WS? {arguments}" for tool, arguments in pairs]
         self._rule("headed", "\n  | ".join(calls))
         after = f"WS? {quoted(style.after)}" if style.after else ""
         call = self._rule("call", f"{quoted(style.before)} headed {after}")
@@ -306,7 +312,7 @@ class _Writer:
         return self._rule("calls", "call (WS? call)*" if style.many else "call")
 
     def _text_rules(self, style: Tagged) -> None:
-        """A text value ends at a closing tag that structure follows; one inside the text is text."""
+        """A text ends at a closing tag that structure follows; one inside it is text."""
         close = _escaped(style.value_close)
         follow = [style.key_open, style.call_close or self.fmt.end]
         first = "".join(sorted({_escaped(f[0]) for f in follow}))

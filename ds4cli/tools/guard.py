@@ -1,18 +1,19 @@
-"""Watches the committed text of one reply for tool calls, and says where to go back to when one goes wrong.
+"""Watches one reply for tool calls, and says where to go back to when one goes wrong.
 
-Fed one committed token after the other. Its state is a function of those tokens: one small snapshot per position, so
-`rewind` is a truncation. Text outside calls is handed back as it comes; what may still turn out to be the
-beginning of a marker is held back, from the beginning of its token on.
+Fed one committed token after the other. Its state is a function of those tokens: one small snapshot
+per position, so `rewind` is a truncation. Text outside calls is handed back as it comes; what may
+still turn out to be the beginning of a marker is held back, from the beginning of its token on.
 
 The loop's part, per committed token (and for a stop token, before finishing):
 
     step = guard.feed(pos, token, text)
     "open"     a call has begun at step.opened (a place worth a frontier)
-    "left"     the token at step.bad_pos leaves the grammar; the guard stands before it, so rewind the session to
-               bad_pos, pick from the kept row with `guard.allowed(vocab)` as mask, and feed that token instead
+    "left"     the token at step.bad_pos leaves the grammar; the guard stands before it: rewind the
+               session to bad_pos, pick from the kept row with `guard.allowed(vocab)` as mask,
+               feed that token instead
     "closed"   step.calls are ready; stop here (finish reason "tool"), or go on
-    "broken"   the call closed but is unusable; the guard stands before its first token: rewind the session to
-               bad_pos, raise `attempt`, go on
+    "broken"   the call closed but is unusable; the guard stands before its first token: rewind
+               the session to bad_pos, raise `attempt`, go on
     "refused"  the same after max_repairs attempts: the text stays, step.reason says why
 
 At the end of the reply `finish(reason)` hands out what is still held back.
@@ -52,10 +53,12 @@ class GuardStep:
 class GuardEnd:
     """The end of a reply.
 
-    emit: text that was held back. calls: calls that only the end completes.
-    cut: a call was open when the reply ran out of room or was cancelled. It is kept: feed() may go on where it
-    stopped. `calls` then holds it only if nothing but its end marker was missing.
-    raw: the text of an unusable call. reason: why it is unusable.
+    emit: text that was held back.
+    calls: calls that only the end completes.
+    cut: a call was open when the reply ran out of room or was cancelled. It is kept: feed() may
+        go on where it stopped. `calls` then holds it only if nothing but its end marker is missing.
+    raw: the text of an unusable call.
+    reason: why it is unusable.
     """
 
     emit: str = ""
@@ -67,10 +70,11 @@ class GuardEnd:
 
 @dataclass(frozen=True)
 class _State:
-    """After a token. `held`: (pos, text) of tokens not shown yet, `at` the offset of that text in the reply's text.
+    """After a token. `held`: (pos, text) of tokens not shown yet, `at`: where that text begins.
 
-    In a call, `held` are its first tokens up to the one that opened it, `before` is text of the first of them that
-    stands before the marker, `marker` the marker's length and `tail` the last characters that may begin the end marker.
+    In a call, `held` are its first tokens up to the one that opened it, `before` is text of the
+    first of them that stands before the marker, `marker` the marker's length and `tail` the last
+    characters that may begin the end marker.
     """
 
     mode: str = "text"  # "text" | "think" | "call"
@@ -88,8 +92,9 @@ class _State:
 
 @dataclass
 class _Matching:
-    """The live matcher of the call at `opened`. `lead` spells that first token from the marker on; `taken` counts
-    what the matcher has consumed: `lead`, then one per token."""
+    """The live matcher of the call at `opened`. `lead` spells that first token from the marker on;
+    `taken` counts what the matcher has consumed: `lead`, then one per token.
+    """
 
     opened: int
     matcher: Any
@@ -106,7 +111,7 @@ class _Matching:
 
 
 class Guard:
-    """One per reply. `tokenizer` is mlx-lm's wrapper; `think`: the prompt ends inside an open think section.
+    """One per reply. `tokenizer` is mlx-lm's wrapper; `think`: the prompt ends inside thinking.
 
     notices: things for the user to read (what is not checked, why there is no grammar).
     repairs: the number of "left" and "broken" steps so far.
@@ -209,7 +214,7 @@ class Guard:
     # one token
 
     def feed(self, pos: int, token: int, text: str) -> GuardStep:
-        """Take the committed token at `pos`. `text`: what the detokenizer released with it ("" if it waits)."""
+        """Take the committed token at `pos`, with the text that the detokenizer released for it."""
         if self._base is None:
             self._base = pos
         assert pos == self._end, "tokens must be fed in order"
@@ -235,7 +240,7 @@ class Guard:
         self._states[-1] = state
 
     def _show(self, at: int, text: str) -> None:
-        """Hand out `text`, which stands at offset `at`, without what was handed out before a rewind."""
+        """Hand out `text`, which begins at offset `at`, but for what was handed out before."""
         self._out.append(text[max(0, self._shown - at) :])
         self._shown = max(self._shown, at + len(text))
 
@@ -304,7 +309,7 @@ class Guard:
         return matcher is None or matcher.is_accepting()
 
     def _close(self, state: _State, after: int) -> GuardStep | None:
-        """Close the call `after` characters before the text's end; None: the marker stands inside a string."""
+        """Close the call `after` characters before the end; None: the marker is inside a string."""
         raw = self._raw(state)
         cut = len(raw) - after
         try:
@@ -421,9 +426,11 @@ class Guard:
     # the grammar
 
     def allowed(self, size: int) -> np.ndarray:
-        """(size,) bool: the tokens that may stand at the next position, `size` the width of a logits row.
+        """(size,) bool: the tokens that may stand at the next position, `size` the width of a
+        logits row.
 
-        After "left" these are the tokens that keep the call inside its grammar; all others are False.
+        After "left" these are the tokens that keep the call inside its grammar; all others are
+        False.
         """
         import numpy as np
 
@@ -438,7 +445,8 @@ class Guard:
         return mask
 
     def filter(self, tokens: Sequence[int]) -> int:
-        """How many of `tokens`, the next token and the drafts behind it, stay inside the grammar. No side effect.
+        """How many of `tokens`, the next token and the drafts behind it, stay inside the grammar.
+        No side effect.
 
         Outside calls: all of them.
         """
@@ -461,14 +469,16 @@ class Guard:
         return GuardStep(event="left", opened=opened, bad_pos=bad, reason=reason)
 
     def _first_bad(self, state: _State) -> int | None:
-        """Let the matcher take the tokens it lacks; the position of the first one that it refuses."""
+        """Let the matcher take the tokens it lacks; the position of the first that it refuses."""
         matcher = self._matcher(state)
         if matcher is None or self._matching.taken == self._matching.wants(self._end):
             return None
         return self._matching.reached()
 
     def _matcher(self, state: _State) -> Any:
-        """The matcher of the open call, after the newest token that it accepts; None without a grammar."""
+        """The matcher of the open call, after the newest token that it accepts; None without a
+        grammar.
+        """
         return self._match(state.opened, state) if self._grammar is not None else None
 
     def _match(self, opened: int, state: _State) -> Any:
@@ -485,7 +495,7 @@ class Guard:
         return matching.matcher
 
     def _begin(self, opened: int, state: _State) -> _Matching:
-        """A fresh matcher for the call at `opened`, whose marker may begin inside its first token."""
+        """A fresh matcher for the call at `opened`; its marker may begin inside that token."""
         token = self._ids[opened - self._base]
         marked = next(text for pos, text in state.held if pos == opened)[len(state.before) :]
         data, whole = marked.encode(), self._grammar.bytes_of(token)

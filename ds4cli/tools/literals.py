@@ -1,4 +1,6 @@
-"""Lark rules for values that are written like JSON but are not JSON: Gemma's own quotes, Python literals."""
+"""Lark rules for values that are written like JSON but are not JSON: Gemma's own quotes, Python
+literals.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ def python() -> Syntax:
 class Literals:
     """Writes the rules of one tool's values.
 
-    `rule(name, body)` adds a rule and returns its name, `notice(schema)` takes note of what a text is not held to.
+    `rule(name, body)` adds a rule and returns its name, `notice(schema)` takes note of what a text
+    is not held to.
     """
 
     def __init__(
@@ -74,9 +77,11 @@ class Literals:
         self.count = 0
 
     def value(self, schema: Any, depth: int = 0) -> str:
-        """The rule of a value that satisfies `schema`, as far as its type, constants and parts go."""
+        """The rule of a value of `schema`, as far as its type, constants and parts go."""
         if depth > _MAX_DEPTH:
-            raise NoGrammar(f"values are nested more than {_MAX_DEPTH} levels deep, or refer to themselves")
+            raise NoGrammar(
+                f"values are nested more than {_MAX_DEPTH} levels deep, or refer to themselves"
+            )
         schema = {} if schema is True else schema
         if "$ref" in schema:
             return self.value(json_schema.resolve(self.root, schema["$ref"]), depth + 1)
@@ -118,8 +123,10 @@ class Literals:
         required = [i for i, key in enumerate(keys) if key in schema.get("required", ())]
         return f'"{{" {self.members(pairs, required, quoted("}"), depth)}'
 
-    def members(self, pairs: list[tuple[str, Any]], required: list[int], close: str, depth: int) -> str:
-        """`pairs` of (what stands before the value, its schema), each at most once, in any order."""
+    def members(
+        self, pairs: list[tuple[str, Any]], required: list[int], close: str, depth: int
+    ) -> str:
+        """`pairs` of (what stands before a value, its schema): each at most once, in any order."""
         self.count += 1
         first, more = f"{self.name}_k{self.count}", f"{self.name}_r{self.count}"
         lines = [

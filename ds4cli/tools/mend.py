@@ -1,6 +1,7 @@
-"""Reading JSON with exactly three outcomes: as it is, mended with a note of every change, or refused.
+"""Reading JSON with three outcomes only: as it is, mended with a note of every change, refused.
 
-Only unambiguous damage is mended. A string that is never closed is not: nobody knows where it was to end.
+Only unambiguous damage is mended. A string that is never closed is not: nobody knows where it was
+to end.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def strict(text: str) -> Any:
 
 @dataclass
 class Value:
-    """A JSON value: the text it was read from, what follows that text, and what had to be changed."""
+    """A JSON value: the text it was read from, what follows, and what had to be changed."""
 
     value: Any
     text: str

@@ -1,7 +1,7 @@
-"""From the text of a call to calls that can be trusted: valid, repaired with a note, or refused with a reason.
+"""The text of a call becomes a valid call, a repaired one with a note, or a refusal with a reason.
 
-Never a silent `{}`, never a cut value, never arguments that are a bare string. What the model wrote is kept as it
-was written (`arguments` is the sampled text wherever the format has JSON arguments).
+Never a silent `{}`, never a cut value, never arguments that are a bare string. What the model wrote
+is kept as it was written (`arguments` is the sampled text wherever the format has JSON arguments).
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class ParsedCall:
 
 @dataclass
 class _Draft:
-    """A call as read, before the schema has been asked. `text` is the sampled JSON of the arguments."""
+    """A call as read, before the schema has been asked. `text` is the sampled JSON of the
+    arguments.
+    """
 
     name: str
     arguments: dict
@@ -79,7 +81,9 @@ def _read(fmt: Format, body: str, tools: Sequence[Tool]) -> list[_Draft]:
 
 
 def _other_dialect(fmt: Format, body: str, tools: Sequence[Tool]) -> list[_Draft]:
-    """Models trained on several formats mix them; a body that another format reads whole is unambiguous."""
+    """Models trained on several formats mix them; a body that another format reads whole is
+    unambiguous.
+    """
     signs = {"json_tools": "{", "qwen3_coder": "<function=", "glm47": "<arg_key>"}
     for other in (FORMATS[name] for name, sign in signs.items() if sign in body):
         if other.name == fmt.name or isinstance(fmt.style, (Literal, Pythonic, Foreign)):
@@ -277,7 +281,8 @@ def _tagged_argument(style: Tagged, text: str, schema: dict, draft: _Draft) -> s
         raise Refused(f"expected an argument's name at `{text[:40]}`")
     key = head["key"]
     ends = "|".join(regex.escape(e) for e in (style.key_open, style.call_close) if e)
-    # Not the first closing tag but the first one that structure follows: a value may contain the tag itself.
+    # Not the first closing tag but the first one that structure follows: a value may contain the
+    # tag itself.
     close = regex.compile(rf"{regex.escape(style.value_close)}\s*(?={ends}|$(?!\n))")
     match = close.search(text, head.end())
     if not match:
@@ -471,7 +476,7 @@ def _read_foreign(fmt: Format, body: str, tools: Sequence[Tool]) -> list[_Draft]
 
 
 def _check_nothing_lost(draft: _Draft, body: str) -> None:
-    """A lenient parser drops what it does not understand: then little of the text is accounted for."""
+    """A lenient parser drops what it does not know: then much of the text is not accounted for."""
     kept = len(draft.name) + sum(
         len(key) + len(v if isinstance(v, str) else json.dumps(v))
         for key, v in draft.arguments.items()

@@ -1,7 +1,10 @@
-"""Running a tool's command when the user has said so, and its output as plain text. Nothing here decides to run."""
+"""Running a tool's command when the user has said so, and its output as plain text. Nothing here
+decides to run.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,11 +17,15 @@ from ds4cli.errors import UsageError
 from ds4cli.tools.declared import Tool
 
 _CHUNK = 65536
+_POLL_S = 0.02
+_GRACE_S = 0.2  # for output that is still in the pipe when the command has ended
 
 
 @dataclass(frozen=True)
 class ToolRun:
-    """What a command gave: its output made printable, how it ended (None: killed), and what was cut."""
+    """What a command gave: its output made printable, how it ended (None: killed), and what was
+    cut.
+    """
 
     output: str
     exit_code: int | None
@@ -62,16 +69,27 @@ def run_tool(
         raise UsageError(f"cannot run `{tool.command[0]}`: {error.strerror}") from error
     reader = _Reader(process, max_bytes)
     _write(process, arguments_json)
-    reader.join(max(0.0, timeout_s))
-    timed_out = reader.is_alive()
-    if timed_out or reader.truncated:
-        _kill(process)
-    exit_code = _wait(process)
-    reader.join(1.0)
-    output = printable(bytes(reader.data[:max_bytes]))
+    timed_out = not _wait_for(process, reader, begin + timeout_s)
     killed = timed_out or reader.truncated
+    _kill(process)
+    reader.join(1.0)
+    exit_code = process.wait()
+    output = printable(bytes(reader.data[:max_bytes]))
     seconds = time.perf_counter() - begin
     return ToolRun(output, None if killed else exit_code, timed_out, reader.truncated, seconds)
+
+
+def _wait_for(process: subprocess.Popen, reader: _Reader, deadline: float) -> bool:
+    """Whether the command ended, or said too much, in time; its leftovers are not waited for."""
+    while process.poll() is None and not reader.truncated:
+        if time.perf_counter() > deadline:
+            return False
+        if reader.is_alive():
+            reader.join(_POLL_S)
+        else:
+            time.sleep(_POLL_S)
+    reader.join(_GRACE_S)
+    return True
 
 
 class _Reader(threading.Thread):
@@ -85,40 +103,27 @@ class _Reader(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        while not self.truncated:
-            chunk = self.process.stdout.read1(_CHUNK)
-            if not chunk:
-                return
-            self.data += chunk
-            self.truncated = len(self.data) > self.limit
+        with self.process.stdout as pipe:
+            while not self.truncated and (chunk := pipe.read1(_CHUNK)):
+                self.data += chunk
+                self.truncated = len(self.data) > self.limit
 
 
 def _write(process: subprocess.Popen, text: str) -> None:
     """A thread of its own: a command that does not read its stdin must not block us."""
 
     def write() -> None:
-        try:
+        # A command may end, or close its stdin, without reading all of it.
+        with contextlib.suppress(OSError), process.stdin:
             process.stdin.write(text.encode("utf-8"))
-            process.stdin.close()
-        except OSError:
-            pass  # the command ended without reading all of it, which is its right
 
     threading.Thread(target=write, daemon=True).start()
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """The command and what it started."""
-    try:
+    """The command, if it still runs, and what it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        process.kill()
-
-
-def _wait(process: subprocess.Popen) -> int | None:
-    try:
-        return process.wait(timeout=1.0)
-    except subprocess.TimeoutExpired:
-        return None
 
 
 def printable(data: bytes) -> str:
@@ -134,7 +139,7 @@ def _escape(char: str) -> str:
 
 
 def encode_plain(tokenizer: Any, text: str) -> list[int]:
-    """Tokens of `text` as data: what spells a special token in it stays text and cannot end a turn."""
+    """Tokens of `text` as data: what spells a special token stays text and cannot end a turn."""
     plain = getattr(tokenizer, "_tokenizer", tokenizer)
     ids = plain.encode(text, add_special_tokens=False, split_special_tokens=True)
     return list(ids)

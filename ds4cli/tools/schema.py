@@ -13,11 +13,30 @@ from collections.abc import Iterator
 from typing import Any
 
 ANNOTATIONS = frozenset(
-    "$schema $id $comment $anchor title description default examples deprecated readOnly writeOnly "
-    "format nullable example strict x-guidance contentEncoding contentMediaType".split()
+    [
+        "$schema",
+        "$id",
+        "$comment",
+        "$anchor",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "format",
+        "nullable",
+        "example",
+        "strict",
+        "x-guidance",
+        "contentEncoding",
+        "contentMediaType",
+    ]
 )
 _SUBSCHEMA = ("items", "additionalProperties", "not", "contains", "propertyNames")
 _SUBSCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_LISTS = (*_SUBSCHEMA_LISTS, "enum", "required")
 _SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 NUMBER_LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 TEXT_LIMITS = ("pattern", "minLength", "maxLength")
@@ -115,10 +134,10 @@ def problems(schema: Any) -> list[tuple[str, str]]:
         names = [declared] if isinstance(declared, str) else declared
         if not isinstance(names, list) or any(n not in _TYPES for n in names):
             found.append((f"{where}.type", f"unknown type `{json.dumps(declared)}`"))
-        found += [(f"{where}.{w}", "must be an object") for w in _SUBSCHEMA_MAPS
-                  if w in node and not isinstance(node[w], dict)]  # fmt: skip
-        found += [(f"{where}.{w}", "must be a list") for w in (*_SUBSCHEMA_LISTS, "enum", "required")
-                  if w in node and not isinstance(node[w], list)]  # fmt: skip
+        maps = [w for w in _SUBSCHEMA_MAPS if not isinstance(node.get(w, {}), dict)]
+        lists = [w for w in _LISTS if not isinstance(node.get(w, []), list)]
+        found += [(f"{where}.{w}", "must be an object") for w in maps]
+        found += [(f"{where}.{w}", "must be a list") for w in lists]
         if "$ref" in node and resolve(schema, node["$ref"]) is None:
             found.append((f"{where}.$ref", f"`{node['$ref']}` points nowhere in this schema"))
         if "pattern" in node and not _compiles(node["pattern"]):
