@@ -164,7 +164,7 @@ def test_a_command_gets_its_arguments_on_stdin():
 def test_a_command_that_hangs_is_stopped_with_its_children():
     """A tool that blocks the conversation; a child that keeps the pipe open."""
     begin = time.perf_counter()
-    code = "import subprocess as s; nap = ['sleep', '9']; s.Popen(nap); print('on', flush=True); s.run(nap)"
+    code = "import subprocess as s; p = s.Popen(['sleep', '9']); print('on', flush=True); p.wait()"
     run = run_tool(python_tool(code), "{}", timeout_s=1.0)
     assert run.timed_out and "stopped" in run.content and run.output == "on\n"
     assert time.perf_counter() - begin < 5

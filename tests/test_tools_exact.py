@@ -98,6 +98,7 @@ class Loop:
             step = guard.feed(len(tokens), token, self.model.spelled[token])
             while step.event == "left":
                 del tokens[step.bad_pos :]
+                guard.rewind(step.bad_pos)  # a session tells the guard too, which knows already
                 token = self.pick(tokens, guard.allowed(self.model.size))
                 step = guard.feed(len(tokens), token, self.model.spelled[token])
                 block = []

@@ -200,8 +200,8 @@ class Guard:
         return self._base + len(self._ids)
 
     def rewind(self, pos: int) -> None:
-        """Forget every token at `pos` and after it."""
-        if self._base is None:
+        """Forget every token at `pos` and after it. Nothing changes if the guard stands there."""
+        if self._base is None or pos >= self._end:
             return
         keep = max(0, pos - self._base)
         for kept in (self._ids, self._pieces, self._ends, self._states):
