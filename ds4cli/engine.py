@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ds4cli import delta, drafters, heads, loading, storage
-from ds4cli.caches import adapt, build_caches
+from ds4cli.caches import adapt, build_caches, check_kv_bits
 from ds4cli.capabilities import Capabilities, survey
 from ds4cli.errors import UsageError
 from ds4cli.sampling import Sampler
@@ -92,6 +92,8 @@ class Engine:
         self.max_draft_tokens = MAX_DRAFT_TOKENS
         self.model = model
         self._draft = draft
+        if settings.kv_bits is not None:
+            check_kv_bits(model, settings.kv_bits, settings.kv_group_size)
         armed = Armed.of(model)
         self.notices += armed.notices
         self.capabilities: Capabilities = survey(self._timeline(model), armed.recorder)
@@ -125,6 +127,12 @@ class Engine:
             notices=notices,
         )
 
+    @property
+    def token_limit(self) -> int:
+        """Ids at or above this are padding of the vocabulary. mlx-lm before 0.32 has no `len`."""
+        tokenizer = self.tokenizer
+        return len(tokenizer if hasattr(type(tokenizer), "__len__") else tokenizer._tokenizer)
+
     # -- sessions ---------------------------------------------------------------------------------
 
     def session(self) -> Session:
@@ -133,7 +141,7 @@ class Engine:
 
     def session_from(self, timeline: Timeline) -> Session:
         """A session that goes on from `timeline`."""
-        sampler = Sampler(self.settings, token_limit=len(self.tokenizer))
+        sampler = Sampler(self.settings, token_limit=self.token_limit)
         draft = None if self._draft is None else self._timeline(self._draft)
         drafter = drafters.make(self.settings, draft, sampler)
         return Session(self, timeline, sampler, drafter)
