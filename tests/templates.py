@@ -25,9 +25,9 @@ SPECIALS = (
     "<end_of_turn>",
     "<think>",
     "</think>",
-    "<｜User｜>",  # noqa: RUF001
-    "<｜Assistant｜>",  # noqa: RUF001
-    "<｜end｜>",  # noqa: RUF001
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<｜end｜>",
     "<|start|>",
     "<|end|>",
     "<|message|>",
@@ -136,7 +136,7 @@ DEEPSEEK = """<bos>
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<｜Assistant｜><think>
-{% endif %}"""  # noqa: RUF001
+{% endif %}"""
 
 GPT_OSS = """<|start|>system<|message|>Knowledge cutoff: 2024-06
 Current date: {{ date }}<|end|>
@@ -173,7 +173,7 @@ ENDS = {
     "gemma": "<end_of_turn>",
     "qwen3-think": "<|im_end|>",
     "qwen3-nothink": "<|im_end|>",
-    "deepseek": "<｜end｜>",  # noqa: RUF001
+    "deepseek": "<｜end｜>",
     "gpt-oss": "<|return|>",
 }
 
