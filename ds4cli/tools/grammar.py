@@ -124,13 +124,15 @@ def _vocabulary(tokenizer: Any, fmt: Format) -> LLTokenizer:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise NoGrammar("the tokenizer has no fast (tokenizer.json) form")
-    backend = type(backend).from_str(backend.to_str())
-    backend.no_padding()
-    backend.no_truncation()
+    if backend.padding or backend.truncation:  # would reach into what we encode; not ours to change
+        backend = type(backend).from_str(backend.to_str())
+        backend.no_padding()
+        backend.no_truncation()
     stops = sorted(tokenizer.eos_token_ids)
     if not stops:
         raise NoGrammar("the tokenizer names no end token")
-    plain = LLTokenizer(backend.to_str(), eos_token=stops)
+    # No slices: they make masks faster, but only repairs need a mask, and every start would pay.
+    plain = LLTokenizer(backend.to_str(), eos_token=stops, slices=[])
     tokens = [plain.decode_bytes([i]) for i in range(plain.vocab_size)]
     syntax = fmt.literals()
     special = {
@@ -138,7 +140,7 @@ def _vocabulary(tokenizer: Any, fmt: Format) -> LLTokenizer:
         if added.special and added.content not in syntax
     }  # fmt: skip
     words = _Vocabulary(backend, tokens, sorted(special | set(stops)), stops[0])
-    return LLTokenizer(TokenizerWrapper(words), eos_token=stops)
+    return LLTokenizer(TokenizerWrapper(words), eos_token=stops, slices=[])
 
 
 # The grammar as text
