@@ -226,7 +226,11 @@ _ALL = [
         "<|call|>",
         r"[\w.\-]",
         Named(r"(<\|channel\|>commentary)?( ?<\|constrain\|>json| json)?<\|message\|>"),
-        start_also=("<|channel|>analysis to=functions.", "<|start|>assistant to=functions."),
+        start_also=(
+            "<|channel|>analysis to=functions.",
+            "<|start|>assistant to=functions.",
+            " to=functions.",  # where the prompt ends with `<|start|>assistant`
+        ),
         think=("<|channel|>analysis<|message|>", "<|end|>"),
     ),
     Format("gemma4", "<|tool_call>", "<tool_call|>", SPACE + "call:", Literal('<|"|>')),
