@@ -1,18 +1,16 @@
-"""The command line: options, once; commands, each a few lines; one place that prints errors.
+"""The command line: one function per command, and one place that prints errors.
 
-Every setting becomes an option through `with_settings`, which reads `settings.OPTIONS`. A command
-imports what it needs when it runs, so that `--help` stays fast. To add a command, write one
-function under "commands".
+A command imports what it needs when it runs, so that `--help` stays fast. Settings and shared
+switches come from `options.py`; to add a command, write one function under "commands".
 """
 
 from __future__ import annotations
 
 import errno
-import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,11 +19,9 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from ds4cli import __version__, settings, terminal
-from ds4cli.errors import DS4Error, UsageError
-from ds4cli.settings import OPTIONS, OUTPUT, Option, Resolved, Settings
-
-# Settings that no command reads yet are not options yet.
-WITHOUT_OPTION = ("max_repairs",)
+from ds4cli.errors import DS4Error
+from ds4cli.options import Run, with_settings
+from ds4cli.settings import OPTIONS, OUTPUT
 
 
 class App(TyperGroup):
@@ -96,121 +92,6 @@ app = typer.Typer(
 )
 
 
-# --- options ------------------------------------------------------------------------------------
-
-Config = Annotated[
-    Path | None, typer.Option(help="Settings file, instead of ./ds4cli.toml.", metavar="FILE")
-]
-NoConfig = Annotated[bool, typer.Option("--no-config", help="Read no settings file.")]
-Profile = Annotated[
-    str | None, typer.Option(help="Use \\[profiles.NAME] of the file.", metavar="NAME")
-]
-ShowConfig = Annotated[
-    bool, typer.Option("--show-config", help="Print all settings and where each came from.")
-]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print the reply only.", rich_help_panel=OUTPUT)
-]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Print notices too.", rich_help_panel=OUTPUT)
-]
-Debug = Annotated[
-    bool, typer.Option("--debug", help="Show tracebacks, and notices.", rich_help_panel=OUTPUT)
-]
-Json = Annotated[
-    bool,
-    typer.Option("--json", help="Print one JSON object with everything.", rich_help_panel=OUTPUT),
-]
-NoStream = Annotated[
-    bool, typer.Option("--no-stream", help="Print the reply when done.", rich_help_panel=OUTPUT)
-]
-
-
-def with_settings(*without: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command that takes `**given` one option per setting; None means not given."""
-    names = [name for name in OPTIONS if name not in (*WITHOUT_OPTION, *without)]
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(command, eval_str=True)
-        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        extra = [_parameter(name, OPTIONS[name]) for name in names]
-        command.__signature__ = signature.replace(parameters=own + extra)  # type: ignore
-        return command
-
-    return decorate
-
-
-def _parameter(name: str, option: Option) -> inspect.Parameter:
-    default = default_words(name)
-    info = typer.Option(
-        *flags(name, option),
-        help=option.help + (f" [dim]\\[{default}][/dim]" if default else ""),
-        metavar=option.metavar,
-        rich_help_panel=option.panel,
-        show_default=False,
-        autocompletion=(lambda: list(option.choices)) if option.choices else None,
-    )
-    kinds = {bool: bool | None, list: list[str] | None, dict: list[str] | None}
-    # Numbers arrive as text: `settings` parses them, with one message for flag, file and variable.
-    annotation = Annotated[kinds.get(option.kind, str | None), info]
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-    )
-
-
-def flags(name: str, option: Option) -> tuple[str, ...]:
-    """All spellings of a setting's flag; a switch also has a `--no-` form."""
-    long = long_flag(name)
-    if option.kind is bool:
-        long += f"/--no-{long[2:]}"
-    return (long, *option.flags)
-
-
-def long_flag(name: str) -> str:
-    """`max_tokens` -> `--max-tokens`."""
-    return "--" + name.replace("_", "-")
-
-
-def default_words(name: str) -> str:
-    """A setting's default in words; empty for empty values and for switches that are off."""
-    default = Settings.__dataclass_fields__[name].default
-    shown = isinstance(default, (str, int, float)) and default is not False
-    return OPTIONS[name].unset or (str(default) if shown else "")
-
-
-def resolve(
-    given: dict[str, Any], config: Path | None, no_config: bool, profile: str | None
-) -> Resolved:
-    """The settings of one run, from all layers."""
-    if config is not None and no_config:
-        raise UsageError("`--config` and `--no-config` contradict each other", "give one")
-    path = None if no_config else config or settings.find_config()
-    values = {name: _flag_value(name, value) for name, value in given.items() if value is not None}
-    return settings.resolve(values, settings.read_config(path) if path else None, profile)
-
-
-def _flag_value(name: str, value: Any) -> Any:
-    """A flag's value, checked; errors name the flag."""
-    option = OPTIONS[name]
-    if option.kind is dict:
-        value = ",".join(value)
-    if isinstance(value, str):
-        return settings.parse_text(name, value, long_flag(name))
-    return settings.check(name, value, long_flag(name))
-
-
-def show_config(resolved: Resolved) -> None:
-    """Print the settings as TOML, each with its origin."""
-    sys.stdout.write(settings.to_toml(resolved.settings, resolved.origins))
-
-
-def refuse_both(**switches: bool) -> None:
-    """UsageError if more than one of these switches is on."""
-    on = [long_flag(name) for name, is_on in switches.items() if is_on]
-    if len(on) > 1:
-        raise UsageError(f"`{on[0]}` and `{on[1]}` contradict each other", "give one")
-
-
 def _print_versions(wanted: bool) -> None:
     if wanted:
         parts = [f"ds4cli {__version__}", *(_version(name) for name in ("mlx", "mlx-lm"))]
@@ -229,6 +110,14 @@ def _version(package: str) -> str:
 
 # --- commands -----------------------------------------------------------------------------------
 
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON object with everything.", rich_help_panel=OUTPUT),
+]
+NoStream = Annotated[
+    bool, typer.Option("--no-stream", help="Print the reply when done.", rich_help_panel=OUTPUT)
+]
+
 
 @app.callback()
 def main(
@@ -243,6 +132,7 @@ def main(
 @app.command()
 @with_settings()
 def generate(
+    run: Run,
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; - reads it from standard input.")
     ] = None,
@@ -255,36 +145,25 @@ def generate(
     ] = None,
     as_json: Json = False,
     no_stream: NoStream = False,
-    config: Config = None,
-    no_config: NoConfig = False,
-    profile: Profile = None,
-    show: ShowConfig = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
-    **given: Any,
 ) -> None:
     """Answer one prompt. Piped text comes first, then files, then the prompt."""
-    resolved = resolve(given, config, no_config, profile)
-    if show:
-        return show_config(resolved)
-    refuse_both(quiet=quiet, verbose=verbose)
     from ds4cli import generate as task
 
     request = task.Request(
         prompt=task.gather_prompt(prompt, prompt_option, file or (), sys.stdin),
-        tools=task.read_tools(resolved.settings.tools),
+        tools=task.read_tools(run.settings.tools),
         as_json=as_json,
         stream=not no_stream,
-        quiet=quiet,
-        verbose=verbose or debug,
+        quiet=run.quiet,
+        verbose=run.verbose,
     )
-    raise typer.Exit(task.run(request, resolved.settings))
+    raise typer.Exit(task.run(request, run.settings))
 
 
 @app.command()
 @with_settings("raw")
 def chat(
+    run: Run,
     resume: Annotated[
         bool, typer.Option("--continue", "-c", help="Go on with the latest session.")
     ] = False,
@@ -310,20 +189,8 @@ def chat(
             "--raw", help="Show replies as they are, no Markdown.", rich_help_panel=OUTPUT
         ),
     ] = False,
-    config: Config = None,
-    no_config: NoConfig = False,
-    profile: Profile = None,
-    show: ShowConfig = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
-    **given: Any,
 ) -> None:
     """Talk in the terminal, and go back: /undo, /edit, /retry, /branch."""
-    resolved = resolve(given, config, no_config, profile)
-    if show:
-        return show_config(resolved)
-    refuse_both(quiet=quiet, verbose=verbose)
     from ds4cli import chat as task
     from ds4cli import generate
 
@@ -336,9 +203,71 @@ def chat(
         single=single,
         markdown=not raw,
         drop_reasoning=drop_reasoning,
-        quiet=quiet,
+        quiet=run.quiet,
     )
-    tools = generate.read_tools(resolved.settings.tools)
-    chosen = task.settings_for(request, resolved.settings, resolved.origins["model"] != "default")
-    engine = generate.load_engine(chosen, quiet=quiet, verbose=verbose or debug)
+    tools = [tool.spec for tool in generate.read_tools(run.settings.tools)]
+    chosen = task.settings_for(request, run.settings, run.resolved.origins["model"] != "default")
+    engine = generate.load_engine(chosen, quiet=run.quiet, verbose=run.verbose)
     raise typer.Exit(task.run(engine, request, chosen, tools))
+
+
+# What `rewind-bench` reads of the settings: it decodes greedily and brings its own drafts.
+MEASURED = (
+    "model", "dtype", "offline", "rewind_mb", "horizon_tokens", "prefill_step_size", "kv_bits",
+    "kv_group_size",
+)  # fmt: skip
+
+
+Scenarios = Annotated[
+    list[str] | None, typer.Argument(help="What to measure; everything if nothing is named.")
+]
+Check = Annotated[
+    bool, typer.Option("--check", help="Prove that going back changes nothing, and exit.")
+]
+Case = Annotated[str | None, typer.Option(help="Check this case only.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Small sizes: within a minute.")]
+Matrix = Annotated[Path | None, typer.Option(help="TOML file with sizes and counts.")]
+Contexts = Annotated[str | None, typer.Option(help="Prompt tokens, as 512,4095.")]
+Depths = Annotated[str | None, typer.Option(help="Tokens to go back by, as 8,64.")]
+NumTrials = Annotated[int | None, typer.Option("--num-trials", "-r", help="Samples.")]
+Scale = Annotated[float | None, typer.Option(help="Factor on the agent's session.")]
+Trace = Annotated[Path | None, typer.Option(help="Another agent's session.")]
+Format = Annotated[str, typer.Option("--format", "-o", help="md, csv, json or jsonl.")]
+Output = Annotated[Path | None, typer.Option(help="Write the table to a file.")]
+Compare = Annotated[Path | None, typer.Option(help="Compare with a JSON report.")]
+Tolerance = Annotated[float, typer.Option(help="Share that --compare forgives.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw it, as .svg or .png.")]
+
+
+@app.command("rewind-bench")
+@with_settings(*(name for name in OPTIONS if name not in MEASURED))
+def rewind_bench(
+    run: Run,
+    scenarios: Scenarios = None,
+    check: Check = False,
+    case: Case = None,
+    quick: Quick = False,
+    matrix: Matrix = None,
+    context: Contexts = None,
+    depth: Depths = None,
+    num_trials: NumTrials = None,
+    scale: Scale = None,
+    trace: Trace = None,
+    form: Format = "md",
+    output: Output = None,
+    compare: Compare = None,
+    tolerance: Tolerance = 0.1,
+    plot: Plot = None,
+) -> None:
+    """Measure what going back costs on this model and machine, and prove that it is exact."""
+    from ds4cli import bench, generate
+
+    sizes = {"contexts": context, "distances": depth, "num_trials": num_trials, "scale": scale}
+    request = bench.Request(
+        scenarios=scenarios or (), matrix=bench.sizes(matrix, quick, sizes),
+        check=check or case is not None, case=case, own_contexts=context is not None, trace=trace,
+        form=form, output=output, compare=compare, tolerance=tolerance, plot=plot, quiet=run.quiet,
+    )  # fmt: skip
+    chosen = bench.settings_for(run.settings)
+    engine = generate.load_engine(chosen, quiet=run.quiet, verbose=run.verbose)
+    raise typer.Exit(bench.run(engine, request))

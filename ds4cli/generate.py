@@ -9,7 +9,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -21,6 +21,7 @@ from ds4cli.settings import Settings
 if TYPE_CHECKING:
     from ds4cli.engine import Engine
     from ds4cli.session import Session
+    from ds4cli.tools import Guard, ParsedCall, Tool
 
 NO_BACKEND_HINT = 'on Linux install one: `pip install "ds4cli[cpu]"`, or `ds4cli[cuda13]`'
 
@@ -30,7 +31,7 @@ class Request:
     """What to generate from, and what to print."""
 
     prompt: str
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    tools: Sequence[Tool] = ()
     as_json: bool = False
     stream: bool = True
     quiet: bool = False
@@ -39,26 +40,32 @@ class Request:
 
 @dataclass
 class Completion:
-    """A reply as it stands: answer, reasoning, and why it ended (None while it goes on)."""
+    """A reply as it stands: answer, reasoning, tool calls, why it ended (None while it goes on).
+
+    note: what is wrong with a call that stayed unusable.
+    """
 
     text: str = ""
     reasoning: str = ""
     finish_reason: str | None = None
+    calls: tuple[ParsedCall, ...] = ()
+    note: str = ""
 
 
 def run(request: Request, settings: Settings) -> int:
     """Load, read the prompt, write the reply. Returns the exit code."""
     engine = load_engine(settings, quiet=request.quiet, verbose=request.verbose)
     tokens = prompt_tokens(engine, request)
+    thinks = opens_thinking(engine, tokens)
+    guard = make_guard(engine, request, thinks)
     session = engine.session()
     live = request.stream and not request.as_json
     writer = terminal.ReplyWriter(live and not request.quiet and not settings.hide_reasoning)
     with terminal.Interrupts() as interrupted:
         with terminal.PrefillBar(not request.quiet) as bar:
             session.sync(tokens, cancel=interrupted, progress=bar)
-        completion = complete(
-            session, splitter(engine, tokens), interrupted, writer if live else None
-        )
+        split = splitter(engine, thinks)
+        completion = complete(session, split, interrupted, writer if live else None, guard)
     _print_end(request, engine, session, completion, writer)
     return terminal.EXIT_INTERRUPTED if completion.finish_reason == "cancelled" else 0
 
@@ -137,13 +144,13 @@ def _utf8(text: str, what: str) -> str:
     return text
 
 
-def read_tools(path: str | None) -> list[dict[str, Any]]:
-    """The declared tools of a JSON file, in OpenAI form; none without a file."""
+def read_tools(path: str | None) -> list[Tool]:
+    """The declared tools of a JSON file; none without a file."""
     if path is None:
         return []
     from ds4cli.tools import load_tools
 
-    return [tool.spec for tool in load_tools(path)]
+    return load_tools(path)
 
 
 # --- the model ----------------------------------------------------------------------------------
@@ -188,19 +195,37 @@ def prompt_tokens(engine: Engine, request: Request) -> list[int]:
     else:
         messages = [{"role": "system", "content": settings.system}] if settings.system else []
         messages.append({"role": "user", "content": request.prompt.rstrip("\n")})
-        tokens = engine.render(messages, tools=request.tools or None, think=settings.think)
+        specs = [tool.spec for tool in request.tools] or None
+        tokens = engine.render(messages, tools=specs, think=settings.think)
     if not tokens:
         raise ModelError("the prompt became no tokens at all")
     return tokens
 
 
-def splitter(engine: Engine, tokens: Sequence[int]) -> ReasoningSplitter:
-    """A splitter for the reply to `tokens`, whose end may have opened a think section."""
+def opens_thinking(engine: Engine, tokens: Sequence[int]) -> bool:
+    """Whether the prompt ends inside a think section that its template opened."""
     start = None if engine.settings.raw else engine.tokenizer.think_start
-    if start is None:
+    return start is not None and engine.decode(tokens[-16:]).rstrip().endswith(start)
+
+
+def splitter(engine: Engine, inside: bool) -> ReasoningSplitter:
+    """A splitter for a reply; `inside`: its prompt opened a think section."""
+    tokenizer = engine.tokenizer
+    if engine.settings.raw or tokenizer.think_start is None:
         return ReasoningSplitter(None, None)
-    inside = engine.decode(tokens[-16:]).rstrip().endswith(start)
-    return ReasoningSplitter(start, engine.tokenizer.think_end, inside)
+    return ReasoningSplitter(tokenizer.think_start, tokenizer.think_end, inside)
+
+
+def make_guard(engine: Engine, request: Request, thinks: bool) -> Guard | None:
+    """What watches the reply for calls of the declared tools; None without tools."""
+    if not request.tools:
+        return None
+    from ds4cli.tools import Guard
+
+    guard = Guard(engine.tokenizer, request.tools, thinks, engine.settings.max_repairs)
+    for notice in guard.notices if request.verbose else ():
+        terminal.note(notice)
+    return guard
 
 
 def complete(
@@ -208,17 +233,19 @@ def complete(
     split: ReasoningSplitter,
     cancel: Callable[[], bool],
     writer: terminal.ReplyWriter | None,
+    guard: Guard | None = None,
 ) -> Completion:
     """Generate to the end; `writer` sees every piece when it is made."""
     completion = Completion()
     if cancel():
         completion.finish_reason = "cancelled"
         return completion
-    for event in session.stream(cancel=cancel):
+    for event in session.stream(cancel=cancel, guard=guard):
         pieces = split.push(event.text)
         if event.finish_reason is not None:
             pieces += split.flush()
             completion.finish_reason = event.finish_reason
+            completion.calls, completion.note = event.calls, event.note
         for piece in pieces:
             _add(completion, piece.text, piece.is_reasoning, writer)
     return completion
@@ -247,11 +274,23 @@ def _print_end(
 ) -> None:
     if request.as_json:
         writer.answer(json.dumps(report(engine, session, completion), ensure_ascii=False))
-    elif not request.stream:
-        writer.answer(completion.text)
-    writer.end()
+        writer.end()
+    else:
+        _print_text(request, completion, writer)
+    if completion.note and not request.quiet:
+        terminal.note(completion.note)
     if engine.settings.stats and not request.quiet:
         terminal.note(terminal.stats_line(session.stats, peak_bytes()))
+
+
+def _print_text(request: Request, completion: Completion, writer: terminal.ReplyWriter) -> None:
+    """What streaming has not printed: the text, if it was held back, and one line per call."""
+    if not request.stream:
+        writer.answer(completion.text)
+    if completion.text or not completion.calls:
+        writer.end()
+    for call in completion.calls:
+        writer.answer(json.dumps(call.openai(), ensure_ascii=False) + "\n")
 
 
 def peak_bytes() -> int:
@@ -268,6 +307,9 @@ def report(engine: Engine, session: Session, completion: Completion) -> dict[str
         "model": settings.model,
         "text": completion.text,
         "reasoning": completion.reasoning,
+        "tool_calls": [call.openai() for call in completion.calls],
+        "repairs": [asdict(repair) for repair in stats.repairs],
+        "note": completion.note,
         "finish_reason": completion.finish_reason,
         "usage": _usage(stats),
         "timings": _timings(stats),

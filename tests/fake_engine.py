@@ -43,6 +43,10 @@ class FakeEngine:
         return FakeSession(self)
 
 
+# What the last event of a reply says about tool calls.
+ENDED = {"calls": (), "note": ""}
+
+
 class FakeSession:
     """One scripted reply."""
 
@@ -53,7 +57,7 @@ class FakeSession:
         self.stats = SimpleNamespace(
             prompt_tokens=0, cached_tokens=2, prompt_s=0.5, generated_tokens=0, decode_s=0.25,
             drafter="ngram", blocks=2, proposed=4, accepted=3, accept_counts=[1, 0, 1],
-            rewinds=0, discarded_tokens=0, replayed_tokens=0, forwards=3,
+            repairs=[], rewinds=0, discarded_tokens=0, replayed_tokens=0, forwards=3,
         )  # fmt: skip
 
     def sync(self, tokens: list[int], *, cancel: Any, progress: Any) -> None:
@@ -65,11 +69,11 @@ class FakeSession:
     def kept_bytes(self) -> dict[str, int]:
         return {"record": 1, "horizon": 3, "ladder": 4}
 
-    def stream(self, *, cancel: Any) -> Iterator[Any]:
+    def stream(self, *, cancel: Any, guard: Any = None) -> Iterator[Any]:
         for piece in self.engine.pieces:
             if cancel():
-                yield SimpleNamespace(tokens=[], text="", finish_reason="cancelled")
+                yield SimpleNamespace(tokens=[], text="", finish_reason="cancelled", **ENDED)
                 return
             self.stats.generated_tokens += 1
             yield SimpleNamespace(tokens=[1], text=piece, finish_reason=None)
-        yield SimpleNamespace(tokens=[], text="", finish_reason="stop")
+        yield SimpleNamespace(tokens=[], text="", finish_reason="stop", **ENDED)

@@ -180,11 +180,15 @@ def test_on_a_terminal(model_folder):
     assert child.exitstatus == 2
 
 
+def processor_seconds(command):
+    """What the command costs. On a busy machine the wall clock measures the other programs."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def test_help_is_fast():
     """Guards: an import that makes every mistyped flag cost seconds."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([*COMMAND, "--help"], stdout=subprocess.DEVNULL, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # Processor time: on a busy machine the wall clock measures the other programs.
-    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert used < 0.4
+    help = [sys.executable, "-m", "ds4cli", "--help"]
+    assert min(processor_seconds(help) for _ in range(3)) < 0.4

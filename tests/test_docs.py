@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from ds4cli import cli, errors
+from ds4cli import errors, options
 from ds4cli.settings import OPTIONS, Settings
 
 ROOT = Path(__file__).parents[1]
@@ -66,10 +66,10 @@ def table_rows(title: str) -> dict[str, list[str]]:
 def test_the_table_of_settings_is_true():
     """Guards: a flag or default in README that the program does not have."""
     rows = table_rows("Settings")
-    assert list(rows) == [name for name in OPTIONS if name not in cli.WITHOUT_OPTION]
+    assert list(rows) == list(OPTIONS)
     for name, (spellings, default, words) in rows.items():
-        assert spellings == ", ".join(f"`{flag}`" for flag in cli.flags(name, OPTIONS[name]))
-        assert (default, words) == (cli.default_words(name) or "-", OPTIONS[name].help)
+        assert spellings == ", ".join(f"`{flag}`" for flag in options.flags(name, OPTIONS[name]))
+        assert (default, words) == (options.default_words(name) or "-", OPTIONS[name].help)
 
 
 def test_the_table_of_exit_codes_is_true():
@@ -90,7 +90,7 @@ def test_the_default_config_equals_the_defaults():
 
 def test_commands_in_readme_exist():
     """Guards: an example with a flag that was renamed."""
-    flags = {f for n, o in OPTIONS.items() for s in cli.flags(n, o) for f in s.split("/")}
+    flags = {f for n, o in OPTIONS.items() for s in options.flags(n, o) for f in s.split("/")}
     own = {"--json", "--config", "--profile", "--no-config", "--show-config", "--debug"}
     used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
     assert used <= flags | own
