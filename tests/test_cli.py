@@ -9,7 +9,9 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
+import fake_engine
 import pytest
 import tomli
 from fake_engine import FakeEngine, FakeSession
@@ -274,6 +276,17 @@ def test_json_is_one_object_with_the_promised_fields():
     assert found["rewind"]["tape_bytes"] == 7
     assert found["seed"] == 3 and set(found["settings"]) == set(OPTIONS)
     assert result.stderr == ""
+
+
+def test_calls_are_json_lines(monkeypatch):
+    """Guards: a call is lost in plain output, or the object of `--json` lacks it."""
+    call = SimpleNamespace(openai=lambda: {"id": "call_1"})
+    monkeypatch.setitem(fake_engine.ENDED, "calls", (call,))
+    assert run("hi").stdout == 'Hello world\n{"id": "call_1"}\n'
+    assert run("hi", "--no-stream").stdout == 'Hello world\n{"id": "call_1"}\n'
+    assert json.loads(run("hi", "--json").stdout)["tool_calls"] == [{"id": "call_1"}]
+    FakeEngine.pieces = ()
+    assert run("hi").stdout == '{"id": "call_1"}\n'
 
 
 def test_a_terminal_gets_no_control_characters():
