@@ -13,11 +13,8 @@ from ds4cli.settings import Settings
 
 # Letters, space and the end of turn: a random model then writes text that can be edited.
 _LETTERS = [byte_tokenizer().token_to_id(c) for c in "abcdefghijklmnopqrstuvwxyzĠ"]
-LETTERS_ONLY = {
-    i: -1000.0
-    for i in range(VOCAB_SIZE)
-    if i not in (*_LETTERS, 256 + SPECIALS.index("<|im_end|>"))
-}
+END = 256 + SPECIALS.index("<|im_end|>")
+LETTERS_ONLY = {i: -1000.0 for i in range(VOCAB_SIZE) if i not in (*_LETTERS, END)}
 
 
 def load(folder, **settings) -> Engine:
@@ -28,6 +25,8 @@ def load(folder, **settings) -> Engine:
 
 class Script:
     """A reader with prepared messages."""
+
+    was_interrupted = False
 
     def __init__(self, *texts: str, is_interactive: bool = True):
         self.texts = list(texts)

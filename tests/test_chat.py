@@ -375,7 +375,7 @@ def test_files_go_with_the_next_message(said, tmp_path, capsys):
 def test_a_full_context_is_said_before_the_reply(hybrid_folder, capsys):
     """Guards: silently dropped turns, or a crash, when the context is full."""
     engine = talk.load(hybrid_folder)
-    engine.context_tokens = 80
+    engine.context_tokens = 70
     chat = talk.chat(engine, "hello there")
     chat.take("x" * 100)
     message = capsys.readouterr().err
@@ -383,7 +383,7 @@ def test_a_full_context_is_said_before_the_reply(hybrid_folder, capsys):
     assert chat.draft == "x" * 100 and len(chat.line.turns) == 2
     chat.take("more")
     assert "nearly full" in capsys.readouterr().err
-    assert chat.session.pos <= 80
+    assert chat.session.pos <= 70
     check(chat)
 
 

@@ -71,8 +71,9 @@ def run(
 
     chat = Chat(engine, request, settings, tools)
     try:
-        chat.begin()
-        chat.talk()
+        with chat.reader:
+            chat.begin()
+            chat.talk()
     except Leave:
         return terminal.EXIT_INTERRUPTED
     finally:
@@ -207,8 +208,7 @@ class Chat:
 
     def _writer(self) -> terminal.ReplyWriter:
         shows_reasoning = not self.request.quiet and not self.settings.hide_reasoning
-        out = terminal.out
-        if self.markdown and out.is_terminal and not out.is_dumb_terminal and not out.no_color:
+        if self.markdown and renders_markdown():
             from ds4cli.chat.markdown import MarkdownWriter
 
             return MarkdownWriter(shows_reasoning)
@@ -266,7 +266,7 @@ class Chat:
         """Ctrl-C as a flag, and a bar for long prompts."""
         show = not self.request.quiet
         with terminal.Interrupts() as interrupted, terminal.PrefillBar(show) as bar:
-            yield Watch(interrupted, bar)
+            yield Watch(lambda: interrupted() or self.reader.was_interrupted, bar)
 
     # -- on disk ----------------------------------------------------------------------------------
 
@@ -304,6 +304,12 @@ class Chat:
         """A dim line on stderr, unless the user wants quiet."""
         if not self.request.quiet:
             terminal.note(text)
+
+
+def renders_markdown() -> bool:
+    """Whether stdout can show Markdown. `FORCE_COLOR` makes Rich say terminal for a pipe."""
+    out = terminal.out
+    return sys.stdout.isatty() and not out.is_dumb_terminal and not out.no_color
 
 
 def peak_bytes() -> int:

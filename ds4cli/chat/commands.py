@@ -182,10 +182,10 @@ def edit(chat: Chat, argument: str) -> None:
     first, _, text = argument.partition(" ")
     number = _number(first, chat.line.last("user"))
     if number == 0 and first:
-        return system(chat, text or editor.edit(chat.line.system or "") or "")
+        return system(chat, text or _edited(chat, chat.line.system or "") or "")
     turn = chat.line.turn(number)
     old = chat.conversation.raw_text(turn) if turn.is_reply else turn.content
-    new = text.strip() or editor.edit(old)
+    new = text.strip() or _edited(chat, old)
     if not new or new == old:
         return chat.note("nothing changed")
     before = chat.line.upto(number - 1)
@@ -194,6 +194,12 @@ def edit(chat: Chat, argument: str) -> None:
     else:
         chat.note(_dropping(chat.line, number))
         chat.send(new, after=before)
+
+
+def _edited(chat: Chat, text: str) -> str | None:
+    edited = editor.edit(text)
+    chat.reader.was_interrupted = False  # a Ctrl-C was the editor's
+    return edited
 
 
 def _edit_reply(chat: Chat, before: Line, turn: Turn, text: str) -> None:

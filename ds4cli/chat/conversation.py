@@ -64,7 +64,7 @@ class Conversation:
         """Go on with other sampling or template settings."""
         from ds4cli.sampling import Sampler
 
-        sampler = Sampler(settings, token_limit=len(self.engine.tokenizer))
+        sampler = Sampler(settings, token_limit=self.engine.token_limit)
         sampler.attempt = self.session.attempt
         self.session.sampler = sampler
         self.settings = settings

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -57,16 +58,24 @@ class PipeReader:
     """Messages from a stream that is no terminal: one a line, or all of it as one."""
 
     is_interactive = False
+    was_interrupted = False
 
     def __init__(self, stream: TextIO, single: bool = False):
-        self._lines = _decoded(stream)
+        self._stream = stream.buffer
         self._single = single
+        self._lines_read = 0
+
+    def __enter__(self) -> PipeReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
 
     def read(self, default: str = "") -> str:
         """The next message. EOFError at the end. `default` is of use on a terminal only."""
         if self._single:
-            text, self._single = "".join(self._lines), False
-            return text.rstrip("\n")
+            self._single = False
+            return self._all()
         text = self._next()
         while is_open(text):
             try:
@@ -75,20 +84,40 @@ class PipeReader:
                 break
         return message_of(text)
 
+    def _all(self) -> str:
+        lines = []
+        with contextlib.suppress(EOFError):
+            while True:
+                lines.append(self._next())
+        return "\n".join(lines)
+
     def _next(self) -> str:
-        line = next(self._lines, None)
-        if line is None:
+        line = self._stream.readline()
+        if not line:
             raise EOFError
-        return line.rstrip("\n").removesuffix("\r")
-
-
-def _decoded(stream: TextIO) -> Iterator[str]:
-    """Lines as text, each when it comes; UsageError at bytes that are not UTF-8."""
-    for number, line in enumerate(stream.buffer, 1):
+        self._lines_read += 1
         try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            text = line.decode("utf-8-sig" if self._lines_read == 1 else "utf-8")
         except UnicodeDecodeError:
-            raise UsageError(f"line {number} of standard input is not UTF-8 text") from None
+            where = f"line {self._lines_read} of standard input"
+            raise UsageError(f"{where} is not UTF-8 text") from None
+        return text.removesuffix("\n").removesuffix("\r")
+
+
+class Twice:
+    """Ctrl-C at the prompt: once it clears the line, twice it leaves."""
+
+    def __init__(self) -> None:
+        self._at = -LEAVE_WITHIN_S
+
+    def press(self, line: str) -> None:
+        """Raises Leave for the second of two in a row; otherwise says how to leave, or nothing."""
+        now = time.monotonic()
+        if now - self._at < LEAVE_WITHIN_S:
+            raise Leave
+        self._at = now
+        if not line:
+            terminal.note("Ctrl-C again or Ctrl-D leaves")
 
 
 class PlainReader(PipeReader):
@@ -98,11 +127,16 @@ class PlainReader(PipeReader):
 
     def __init__(self, stream: TextIO):
         super().__init__(stream)
+        self._twice = Twice()
 
     def read(self, default: str = "") -> str:
         if default:
             terminal.note(f"your message: {default}")
-        return super().read()
+        while True:
+            try:
+                return super().read()
+            except KeyboardInterrupt:
+                self._twice.press("")
 
     def _next(self) -> str:
         sys.stderr.write(PROMPT)
@@ -163,10 +197,13 @@ def _entry(line: bytes) -> Any:
 class TerminalReader:
     """A prompt with editing, history with search, and completion.
 
-    complete(text before the cursor) -> (candidates, length of what they replace).
+    complete(text before the cursor) -> (candidates, length of what they replace). Inside its
+    context a Ctrl-C between two prompts raises nothing: `was_interrupted` says that it came, so
+    that none is lost between the Enter key and the moment that the model begins to read.
     """
 
     is_interactive = True
+    was_interrupted = False
 
     def __init__(
         self, history: HistoryFile | None, complete: Callable[[str], tuple[list[str], int]]
@@ -174,7 +211,7 @@ class TerminalReader:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.output import create_output
 
-        self._interrupted_at = 0.0
+        self._twice = Twice()
         self._session = PromptSession(
             PROMPT,
             multiline=True,
@@ -186,22 +223,25 @@ class TerminalReader:
             output=create_output(_drawable()),
         )
 
+    def __enter__(self) -> TerminalReader:
+        self._handler = signal.signal(signal.SIGINT, self._note_interrupt)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        signal.signal(signal.SIGINT, self._handler)
+
+    def _note_interrupt(self, *_: object) -> None:
+        self.was_interrupted = True
+
     def read(self, default: str = "") -> str:
         """The next message. EOFError on Ctrl-D, Leave on Ctrl-C twice."""
+        self.was_interrupted = False
         while True:
             try:
-                return message_of(self._session.prompt(default=default))
+                return message_of(self._session.prompt(default=default, handle_sigint=False))
             except KeyboardInterrupt:
-                self._note_interrupt()
+                self._twice.press(self._session.default_buffer.text)
                 default = ""
-
-    def _note_interrupt(self) -> None:
-        now = time.monotonic()
-        if now - self._interrupted_at < LEAVE_WITHIN_S:
-            raise Leave
-        self._interrupted_at = now
-        if not self._session.default_buffer.text:
-            terminal.note("Ctrl-C again or Ctrl-D leaves")
 
 
 def _drawable() -> TextIO:
