@@ -7,7 +7,7 @@ from ds4cli import blas
 blas.preload()  # before anything imports mlx.core
 
 # ruff: noqa: E402
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ds4cli.settings import Settings
 from ds4cli.tape import Recorder
 from ds4cli.tape.check import self_check
 from ds4cli.timeline import Limits, Timeline
+from ds4cli.vocabulary import Vocabulary
 
 # Rows of one block at most: what the slack of a sliding window allows beyond the horizon.
 MAX_DRAFT_TOKENS = 31
@@ -66,7 +67,7 @@ def leaves(families: Sequence[str]) -> list[str]:
     return [name for name in families if name.startswith("leaf")]
 
 
-class Engine:
+class Engine(Vocabulary):
     """Loaded, shared, read-only. One engine serves any number of sessions.
 
     model: an mlx-lm model; tokenizer: mlx-lm's TokenizerWrapper (or alike); draft: a draft model.
@@ -83,12 +84,10 @@ class Engine:
         fingerprint: str = "",
         notices: Sequence[str] = (),
     ):
+        super().__init__(tokenizer, context_tokens)
         self.settings = settings
-        self.tokenizer = tokenizer
-        self.context_tokens = context_tokens
         self.fingerprint = fingerprint
         self.notices = list(notices)
-        self.stop_ids = set(tokenizer.eos_token_ids)
         self.max_draft_tokens = MAX_DRAFT_TOKENS
         self.model = model
         self._draft = draft
@@ -99,9 +98,16 @@ class Engine:
         self.capabilities: Capabilities = survey(self._timeline(model), armed.recorder)
 
     @classmethod
-    def load(cls, model: str | Path = "builtin", **settings: Any) -> Engine:
+    def load(
+        cls,
+        model: str | Path = "builtin",
+        *,
+        before_weights: Callable[[Vocabulary], None] = lambda vocabulary: None,
+        **settings: Any,
+    ) -> Engine:
         """Load a model by folder, hub id or `builtin`; every other setting by keyword.
 
+        before_weights: called with the tokenizer's side, to check a prompt before the long part.
         UsageError for anything wrong with what was named (nothing is loaded then), ModelError for a
         model that cannot be used.
         """
@@ -112,6 +118,8 @@ class Engine:
         if draft_source is not None:
             draft_tokenizer = loading.tokenizer(draft_source)
             loading.check_same_tokenizer(tokenizer, draft_tokenizer, draft_source.name)
+        context_tokens = _context(source, draft_source)
+        before_weights(Vocabulary(tokenizer, context_tokens))
         weights, notices = loading.weights(source, chosen.dtype)
         draft = None
         if draft_source is not None:
@@ -122,16 +130,10 @@ class Engine:
             tokenizer,
             chosen,
             draft=draft,
-            context_tokens=_context(source, draft_source),
+            context_tokens=context_tokens,
             fingerprint=source.fingerprint(),
             notices=notices,
         )
-
-    @property
-    def token_limit(self) -> int:
-        """Ids at or above this are padding of the vocabulary. mlx-lm before 0.32 has no `len`."""
-        tokenizer = self.tokenizer
-        return len(tokenizer if hasattr(type(tokenizer), "__len__") else tokenizer._tokenizer)
 
     # -- sessions ---------------------------------------------------------------------------------
 
@@ -170,58 +172,6 @@ class Engine:
             kv_bits=settings.kv_bits,
             kv_group_size=settings.kv_group_size,
         )
-
-    # -- text -------------------------------------------------------------------------------------
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of plain text, with the tokenizer's own special tokens in front, if any."""
-        return list(self.tokenizer.encode(text))
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of `tokens`, special tokens included."""
-        return self.tokenizer.decode(
-            list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-
-    def render(
-        self,
-        messages: Sequence[dict[str, Any]],
-        *,
-        tools: Sequence[dict[str, Any]] | None = None,
-        think: bool | None = None,
-        add_generation_prompt: bool = True,
-    ) -> list[int]:
-        """Token ids of a conversation through the model's chat template.
-
-        Without a template the contents are joined by blank lines. UsageError where the template
-        refuses the messages, or has no room for `tools`.
-        """
-        if not getattr(self.tokenizer, "has_chat_template", False):
-            return self._render_plain(messages, tools)
-        options: dict[str, Any] = {} if think is None else {"enable_thinking": think}
-        if tools:
-            options["tools"] = list(tools)
-        try:
-            ids = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=add_generation_prompt, **options
-            )
-        except Exception as error:  # templates raise whatever they like
-            raise UsageError(f"the chat template refuses these messages: {error}") from None
-        return list(ids)
-
-    def _render_plain(self, messages: Sequence[dict[str, Any]], tools: Any) -> list[int]:
-        if tools:
-            raise UsageError("this model has no chat template, so it cannot be given tools")
-        return self.encode("\n\n".join(str(m.get("content", "")) for m in messages))
-
-    def check_context(self, tokens: int) -> None:
-        """UsageError if `tokens` do not fit the model's context."""
-        if self.context_tokens is not None and tokens > self.context_tokens:
-            raise UsageError(
-                f"the prompt has `{tokens}` tokens, this model reads at most "
-                f"`{self.context_tokens}`",
-                "shorten it, or use a model with a longer context",
-            )
 
 
 def _draft_source(settings: Settings) -> loading.Source | None:

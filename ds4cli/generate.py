@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ds4cli.engine import Engine
     from ds4cli.session import Session
     from ds4cli.tools import Guard, ParsedCall, Tool
+    from ds4cli.vocabulary import Vocabulary
 
 NO_BACKEND_HINT = 'on Linux install one: `pip install "ds4cli[cpu]"`, or `ds4cli[cuda13]`'
 
@@ -54,8 +55,13 @@ class Completion:
 
 def run(request: Request, settings: Settings) -> int:
     """Load, read the prompt, write the reply. Returns the exit code."""
-    engine = load_engine(settings, quiet=request.quiet, verbose=request.verbose)
-    tokens = prompt_tokens(engine, request)
+    tokens: list[int] = []
+
+    def read_prompt(vocabulary: Vocabulary) -> None:
+        tokens.extend(prompt_tokens(vocabulary, settings, request))
+        vocabulary.check_context(len(tokens))
+
+    engine = load_engine(settings, read_prompt, quiet=request.quiet, verbose=request.verbose)
     thinks = opens_thinking(engine, tokens)
     guard = make_guard(engine, request, thinks)
     session = engine.session()
@@ -156,11 +162,17 @@ def read_tools(path: str | None) -> list[Tool]:
 # --- the model ----------------------------------------------------------------------------------
 
 
-def load_engine(settings: Settings, *, quiet: bool = False, verbose: bool = False) -> Engine:
+def load_engine(
+    settings: Settings,
+    before_weights: Callable[[Vocabulary], None] = lambda vocabulary: None,
+    *,
+    quiet: bool = False,
+    verbose: bool = False,
+) -> Engine:
     """Load the engine, with a spinner unless `quiet` and notices if `verbose`."""
     begin = time.perf_counter()
     with terminal.status(f"loading {settings.model}") if not quiet else contextlib.nullcontext():
-        engine = _engine_class().load(**_fields(settings))
+        engine = _engine_class().load(before_weights=before_weights, **_fields(settings))
     if verbose:
         terminal.note(f"loaded {settings.model} in {time.perf_counter() - begin:.1f} s")
         for line in [*blas.notices(), *engine.notices, *str(engine.capabilities).splitlines()]:
@@ -187,16 +199,15 @@ def _fields(settings: Settings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in settings.__dataclass_fields__}
 
 
-def prompt_tokens(engine: Engine, request: Request) -> list[int]:
+def prompt_tokens(vocabulary: Vocabulary, settings: Settings, request: Request) -> list[int]:
     """The token ids to read: through the chat template, or as they are with `raw`."""
-    settings = engine.settings
     if settings.raw:
-        tokens = engine.encode(request.prompt)
+        tokens = vocabulary.encode(request.prompt)
     else:
         messages = [{"role": "system", "content": settings.system}] if settings.system else []
         messages.append({"role": "user", "content": request.prompt.rstrip("\n")})
         specs = [tool.spec for tool in request.tools] or None
-        tokens = engine.render(messages, tools=specs, think=settings.think)
+        tokens = vocabulary.render(messages, tools=specs, think=settings.think)
     if not tokens:
         raise ModelError("the prompt became no tokens at all")
     return tokens

@@ -1,8 +1,8 @@
 """Computing one logits row of a long call instead of all of them.
 
-A prefill chunk needs its caches and, for a mark on the ladder, its last row; the output projection of
-the other rows is a good part of the work where the vocabulary is large. The model's own projection
-instance gets a subclass that, inside `last_row()`, looks at the last row only.
+A prefill chunk needs its caches and, for a mark on the ladder, its last row; the output projection
+of the other rows is a good part of the work where the vocabulary is large. The model's own
+projection instance gets a subclass that, inside `last_row()`, looks at the last row only.
 """
 
 from __future__ import annotations

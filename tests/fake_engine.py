@@ -25,8 +25,13 @@ class FakeEngine:
         self.rendered: list[Any] = []
 
     @classmethod
-    def load(cls, **settings: Any) -> FakeEngine:
-        return cls(**settings)
+    def load(cls, before_weights: Any = None, **settings: Any) -> FakeEngine:
+        engine = cls(**settings)
+        if before_weights is not None:
+            before_weights(engine)
+        return engine
+
+    def check_context(self, tokens: int) -> None: ...
 
     def render(self, messages: list[dict], tools: Any = None, think: Any = None) -> list[int]:
         type(self).last_render = {"messages": messages, "tools": tools, "think": think}

@@ -14,7 +14,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     ("errors",),
     ("settings",),
-    ("blas", "rewind", "text", "reasoning", "rebind", "storage"),
+    ("blas", "rewind", "text", "reasoning", "rebind", "storage", "vocabulary"),
     ("dialogue", "delta", "caches", "sampling", "tools"),
     ("transcript", "tape", "heads"),
     ("journal",),
@@ -33,6 +33,7 @@ WITHOUT_MLX = (
     "errors.py",
     "settings.py",
     "rewind.py",
+    "vocabulary.py",
     "text.py",
     "reasoning.py",
     "transcript.py",

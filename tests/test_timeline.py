@@ -286,7 +286,7 @@ FIXED = [
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_sequences_that_broke_other_tools(name):
-    """Accepted >= 2 then a one-token step, rewinds in a row, a rewind across the wrap, and so on."""
+    """Accepted >= 2 then a one-token step, rewinds in a row, a rewind across the wrap."""
     drive(name, FIXED, seed=1)
 
 
