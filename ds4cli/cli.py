@@ -205,7 +205,7 @@ def chat(
         drop_reasoning=drop_reasoning,
         quiet=run.quiet,
     )
-    tools = [tool.spec for tool in generate.read_tools(run.settings.tools)]
+    tools = generate.read_tools(run.settings.tools)
     chosen = task.settings_for(request, run.settings, run.resolved.origins["model"] != "default")
     engine = generate.load_engine(chosen, quiet=run.quiet, verbose=run.verbose)
     raise typer.Exit(task.run(engine, request, chosen, tools))

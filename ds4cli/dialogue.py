@@ -20,7 +20,8 @@ from ds4cli.text import REPLACEMENT, Detokenizer
 Message = dict[str, Any]
 
 # Stands for text whose place we want to find. No white space and no markup: templates strip those.
-MARKER = "xQ7zThisIsWhereItEndsZ7qX"
+MARKER = "xQ7zThisStandsForTextZ7qX"
+REPLY = "xQ7zThisIsTheReplyZ7qX"
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,15 @@ class ChatTemplate:
 
     render(messages, add_generation_prompt) -> text; it may raise anything. encode: text -> ids,
     special tokens parsed and none added. start: ids in front of everything, for a conversation
-    without a template. stop_ids: tokens that end a reply.
+    without a template. stop_ids: tokens that end a reply. encode_data: text -> ids of plain text,
+    for the results of tools: what spells a special token in them must not become one.
     """
 
     render: Callable[[list[Message], bool], str]
     encode: Callable[[str], list[int]]
     stop_ids: frozenset[int] = frozenset()
     start: tuple[int, ...] = ()
+    encode_data: Callable[[str], list[int]] | None = None
 
     @cached_property
     def takes_system(self) -> bool:
@@ -68,20 +71,44 @@ class ChatTemplate:
 
         They close the reply, carry the new messages, and open the model's turn.
         """
-        ids = self.encode(self._following_text(system, history, new, reply_text))
+        shown, hidden = self._hide_data(new)
+        text = self._following_text(system, history, shown, reply_text)
+        ids = self._encode_around(text, hidden)
         if reply and ids and reply[-1] == ids[0] and ids[0] in self.stop_ids:
             return tuple(ids[1:])  # the reply was closed by the model itself
         return tuple(ids)
 
+    def _hide_data(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
+        """Names in place of tool results that spell special tokens, and what they stand for."""
+        shown, hidden = list(messages), {}
+        for i, message in enumerate(messages):
+            if message["role"] == "tool" and self._spells_specials(str(message["content"])):
+                name = f"{MARKER}{i}x"
+                hidden[name] = str(message["content"])
+                shown[i] = {**message, "content": name}
+        return shown, hidden
+
+    def _spells_specials(self, text: str) -> bool:
+        return self.encode_data is not None and self.encode(text) != self.encode_data(text)
+
+    def _encode_around(self, text: str, hidden: dict[str, str]) -> list[int]:
+        ids: list[int] = []
+        for name, data in hidden.items():
+            before, found, rest = text.partition(name)
+            if found:
+                ids += [*self.encode(before), *self.encode_data(data)]
+                text = rest
+        return [*ids, *self.encode(text)]
+
     def _following_text(
         self, system: str | None, history: Sequence[Message], new: Sequence[Message], reply: str
     ) -> str:
-        marked = {"role": "assistant", "content": MARKER}
+        marked = {"role": "assistant", "content": REPLY}
         shortest = [_user("a"), marked]
         for past in ([*history[:-1], marked], shortest):
             text = self._try([*self._with_system(system, past), *new])
-            if text is not None and MARKER in text:
-                return text[text.rindex(MARKER) + len(MARKER) :]
+            if text is not None and REPLY in text:
+                return text[text.rindex(REPLY) + len(REPLY) :]
         # A template that wants the calls in front of a tool's answer: find the reply's own end.
         text = self._render([*self._with_system(system, history), *new])
         return text[_end_of(reply, text, self._render(self._with_system(system, history), False)) :]

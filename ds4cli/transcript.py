@@ -9,6 +9,7 @@ the stack held stays reachable as an unnamed branch. Nothing that was typed is l
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +27,8 @@ class Turn:
 
     A user turn's ids begin by closing the reply before it and end with the generation prompt, the
     last `cue` of them; a reply's ids are the sampled ones. content: what was typed, or the answer
-    without its reasoning. attempt: the sampler's, for a reply.
+    without its reasoning. attempt: the sampler's, for a reply. calls: the tool calls of a reply in
+    OpenAI form; of a tool's result, the call that it answers.
     """
 
     role: str
@@ -49,8 +51,23 @@ class Turn:
     @property
     def message(self) -> Message:
         """The turn as a chat template takes it."""
-        extra = {"tool_calls": list(self.calls)} if self.calls else {}
-        return {"role": self.role, "content": self.content, **extra}
+        message: Message = {"role": self.role, "content": self.content}
+        if self.is_reply and self.calls:
+            message["tool_calls"] = [_with_object(call) for call in self.calls]
+        elif self.calls:
+            call = self.calls[0]
+            message |= {"name": call["function"]["name"], "tool_call_id": call.get("id", "")}
+        return message
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    """A call with its arguments as an object: what templates walk through."""
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 @dataclass(frozen=True)
@@ -219,25 +236,27 @@ class Scribe:
         """An empty line with its head."""
         return Line(system, self.template.head(system))
 
-    def ask(self, line: Line, *messages: Message) -> Line:
-        """`line` with messages for the model to answer. The last turn owns what they add."""
+    def ask(self, line: Line, *new: Turn) -> Line:
+        """`line` with turns for the model to answer. The last one owns the tokens they add."""
         if line.turns and not line.turns[-1].is_reply:
             raise UsageError("the last message has no reply yet", "/retry asks for it")
         if not line.turns:
-            return self._ask_first(line, messages)
+            return self._ask_first(line, new)
         history = [turn.message for turn in line.turns]
+        messages = [turn.message for turn in new]
         reply = line.turns[-1].tokens
         text = self.decode(list(reply)) if line.turns[-1].calls else ""
         tokens = self.template.following(line.system, history, reply, messages, text)
         cue = self.template.cue(line.system, [*history, *messages])
-        return line.plus(*_turns(messages, tokens, cue))
+        return line.plus(*_owning(new, tokens, cue))
 
-    def _ask_first(self, line: Line, messages: Sequence[Message]) -> Line:
+    def _ask_first(self, line: Line, new: Sequence[Turn]) -> Line:
+        messages = [turn.message for turn in new]
         tokens = self.template.opening(line.system, messages)
         shared = common_prefix(line.head, tokens)
         cue = self.template.cue(line.system, messages)
         fitting = replace(line, head=tokens[:shared])
-        return fitting.plus(*_turns(messages, tokens[shared:], cue))
+        return fitting.plus(*_owning(new, tokens[shared:], cue))
 
     def edit_reply(self, turn: Turn, text: str, answer: str) -> Turn:
         """A reply with another raw text. What did not change keeps its sampled ids."""
@@ -250,7 +269,7 @@ class Scribe:
         if not line.turns:
             return begun
         asked = list(itertools.takewhile(lambda turn: not turn.is_reply, line.turns))
-        first = self._ask_first(begun, [turn.message for turn in asked])
+        first = self._ask_first(begun, asked)
         return first.plus(*line.turns[len(asked) :])
 
     def without_reasoning(self, line: Line, answers: Callable[[Turn], str]) -> Line:
@@ -272,21 +291,21 @@ class Scribe:
     def retokenised(self, line: Line) -> Line:
         """The same texts through this template and tokenizer, for a line of another model."""
         again = self.begin(line.system)
-        pending: list[Message] = []
+        pending: list[Turn] = []
         for turn in line.turns:
             if turn.is_reply:
                 again = self.ask(again, *pending) if pending else again
                 tokens = tuple(self.template.encode(turn.content))
                 again, pending = again.plus(replace(turn, tokens=tokens)), []
             else:
-                pending.append(turn.message)
+                pending.append(turn)
         return self.ask(again, *pending) if pending else again
 
 
-def _turns(messages: Sequence[Message], tokens: tuple[int, ...], cue: int) -> list[Turn]:
-    """One turn a message; the last owns the tokens, so that a span is never split by guesswork."""
-    turns = [Turn(m["role"], str(m["content"])) for m in messages]
-    return [*turns[:-1], replace(turns[-1], tokens=tokens, cue=min(cue, len(tokens)))]
+def _owning(turns: Sequence[Turn], tokens: tuple[int, ...], cue: int) -> list[Turn]:
+    """The turns with their tokens: all at the last, so that no span is split by guesswork."""
+    first = [replace(turn, tokens=(), cue=0) for turn in turns[:-1]]
+    return [*first, replace(turns[-1], tokens=tokens, cue=min(cue, len(tokens)))]
 
 
 def _with_head(line: Line) -> Line:

@@ -10,6 +10,7 @@ from ds4cli.chat import Chat, Request
 from ds4cli.chat.conversation import Watch
 from ds4cli.engine import Engine
 from ds4cli.settings import Settings
+from ds4cli.transcript import Turn
 
 # Letters, space and the end of turn: a random model then writes text that can be edited.
 _LETTERS = [byte_tokenizer().token_to_id(c) for c in "abcdefghijklmnopqrstuvwxyzĠ"]
@@ -94,7 +95,7 @@ def _agree(held: list[int], tokens: list[int]) -> bool:
 
 def _unsent(chat: TestedChat):
     """What the chat would hold with the message in the input line, behind each of its turns."""
-    line, message = chat.line, {"role": "user", "content": chat.draft}
+    line, message = chat.line, Turn("user", chat.draft)
     for number in range(len(line.turns) + 1):
         if chat.draft and (number == 0 or line.turn(number).is_reply):
             yield chat.conversation.scribe.ask(line.upto(number), message).tokens

@@ -79,7 +79,7 @@ You are a helpful assistant.<|im_end|>
 {% endif %}
 {%- for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>
-{"name": "{{ c.name }}", "arguments": {{ c.arguments }}}
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
@@ -149,9 +149,9 @@ Current date: {{ date }}<|end|>
 {%- elif m.role == 'tool' %}
 {%- if ns.call is none %}{{ raise_exception('no call for this tool message') }}{% endif -%}
 <|start|>functions.{{ ns.call }} to=assistant<|channel|>commentary<|message|>{{ m.content }}<|end|>
-{%- elif m.tool_calls %}{% set ns.call = m.tool_calls[0].name -%}
+{%- elif m.tool_calls %}{% set ns.call = m.tool_calls[0].function.name -%}
 <|start|>assistant to=functions.{{ ns.call }}<|channel|>commentary json<|message|>
-{{- m.tool_calls[0].arguments }}<|call|>
+{{- m.tool_calls[0].function.arguments | tojson }}<|call|>
 {%- elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}
 {{- '<|end|>' if not loop.last or add_generation_prompt else '<|return|>' }}
 {%- endif %}

@@ -17,6 +17,8 @@ from ds4cli import journal
 from ds4cli.chat import Request, commands, editor, prompt, shelf
 from ds4cli.chat.markdown import BlockScanner, rows_of
 from ds4cli.errors import UsageError
+from ds4cli.tools import Tool
+from ds4cli.transcript import Turn
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +64,9 @@ def test_undo_reads_nothing_and_the_next_message_only_itself(said):
     fed = said.counters.fed_tokens
     said.take("/undo")
     assert said.counters.fed_tokens == fed
-    line = said.conversation.scribe.ask(said.line, {"role": "user", "content": "another"})
+    line = said.conversation.scribe.ask(said.line, Turn("user", "another"))
     new = len(line.tokens) - len(said.line.tokens)
-    said.conversation.ask({"role": "user", "content": "another"}, watch=talk.Watch())
+    said.conversation.ask(Turn("user", "another"), watch=talk.Watch())
     assert said.counters.fed_tokens - fed <= new + 32
 
 
@@ -387,6 +389,74 @@ def test_a_full_context_is_said_before_the_reply(hybrid_folder, capsys):
     check(chat)
 
 
+# -- tools ---------------------------------------------------------------------------------------
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"a": 1}'}}
+
+
+@pytest.fixture
+def calling(engine, monkeypatch):
+    """A chat whose last reply called two tools."""
+    tools = [Tool("clock", "", {"type": "object"}, ("cat",))]
+    chat = talk.chat(engine, "what time is it?")
+    chat.conversation.tools = tools
+    monkeypatch.setattr(chat.conversation, "guard", lambda line, begun: None)
+    last = replace(chat.line.turns[-1], finish_reason="tool", calls=(CALL, CALL))
+    chat.conversation.transcript.say(chat.line.upto(1).plus(last))
+    return chat
+
+
+def test_typed_text_is_the_result_of_a_call(calling, engine):
+    """Guards: a result sent as the user's words, or the model going on before all are there."""
+    calling.take("it is noon")
+    assert len(calling.line.turns) == 2
+    calling.take("it is one")
+    assert [turn.role for turn in calling.line.turns[2:]] == ["tool", "tool", "assistant"]
+    assert [turn.content for turn in calling.line.turns[2:4]] == ["it is noon", "it is one"]
+    check(calling)
+    check_replies(calling, engine)
+
+
+def test_calls_run_only_when_the_user_says_so(calling, capsys):
+    """Guards: a command of the tools file run by itself, or /run without effect."""
+    calling.take("/run")
+    assert '{"a": 1}' in capsys.readouterr().err
+    calling.take("/skip")
+    assert [turn.content for turn in calling.line.turns[2:4]] == [
+        '{"a": 1}',
+        "The user skipped this call.",
+    ]
+    calling.take("/run")
+    assert "no tool" in capsys.readouterr().err
+
+
+def test_a_call_can_be_taken_back(calling):
+    """Guards: a chat stuck waiting for a result after /undo."""
+    calling.take("it is noon")
+    calling.take("/undo")
+    assert calling.line.turns == ()
+    calling.take("hello")
+    assert [turn.role for turn in calling.line.turns] == ["user", "assistant"]
+
+
+def test_stored_calls_still_wait(calling, engine):
+    """Guards: a call forgotten when the session is opened again."""
+    calling.take("/save waiting")
+    calling.end()
+    again = talk.chat(engine, name="waiting")
+    assert again.conversation.open_calls == (CALL, CALL)
+    again.end()
+
+
+def test_a_result_whose_reading_was_stopped_comes_back(calling):
+    """Guards: a long result typed and lost."""
+    calling.take("noon")
+    calling.stopped_after(0, "one")
+    assert calling.draft == "one" and len(calling.line.turns) == 2
+    calling.take("two")
+    assert [turn.content for turn in calling.line.turns[2:4]] == ["noon", "two"]
+
+
 # -- commands ------------------------------------------------------------------------------------
 
 WRONG = (
@@ -549,7 +619,7 @@ def test_a_chat_of_another_model_is_read_as_text(engine, capsys):
 def test_a_message_without_its_reply_comes_back(engine, capsys):
     """Guards: a kill while the model wrote losing the message, or blocking the session."""
     chat = talk.chat(engine, "the first", name="killed")
-    chat.conversation.ask({"role": "user", "content": "the second"}, watch=talk.Watch())
+    chat.conversation.ask(Turn("user", "the second"), watch=talk.Watch())
     chat.conversation.close()  # as a kill would
     again = talk.chat(engine, name="killed")
     assert again.draft == "the second" and len(again.line.turns) == 2

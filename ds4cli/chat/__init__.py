@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +19,11 @@ from ds4cli.chat.conversation import Conversation, Watch
 from ds4cli.errors import DS4Error, UsageError
 from ds4cli.rewind import RewindReport
 from ds4cli.settings import Settings
-from ds4cli.transcript import Line
+from ds4cli.transcript import Line, Turn
 
 if TYPE_CHECKING:
     from ds4cli.engine import Engine
+    from ds4cli.tools import Tool
 
 HINT = "/help lists commands; Ctrl-D leaves"
 
@@ -63,9 +65,7 @@ def settings_for(request: Request, settings: Settings, model_given: bool) -> Set
     return replace(settings, model=model) if isinstance(model, str) else settings
 
 
-def run(
-    engine: Engine, request: Request, settings: Settings, tools: Sequence[dict[str, Any]] = ()
-) -> int:
+def run(engine: Engine, request: Request, settings: Settings, tools: Sequence[Tool] = ()) -> int:
     """Talk until the user leaves. Returns the exit code."""
     from ds4cli.chat.prompt import Leave
 
@@ -89,7 +89,7 @@ class Chat:
         engine: Engine,
         request: Request,
         settings: Settings,
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Sequence[Tool] = (),
         reader: Any = None,
     ):
         self.request = request
@@ -100,6 +100,7 @@ class Chat:
         self.reader = make_reader(self, request) if reader is None else reader
         self.draft = ""  # text that waits in the input line
         self.attached: list[tuple[str, str]] = []  # names and texts that go with the next message
+        self.results: tuple[Line, list[Turn]] | None = None  # of tool calls, until all are there
         self.totals: dict[str, float] = {}
         self.failures = 0
         self.is_over = False
@@ -165,23 +166,68 @@ class Chat:
     # -- talking ----------------------------------------------------------------------------------
 
     def send(self, text: str, after: Line | None = None) -> None:
-        """Say `text` and let the model answer."""
+        """Say `text` and let the model answer; while it waits for a tool's result, that is it."""
+        if after is None and self.conversation.open_calls:
+            return self.give_result(text)
         files, self.attached = self.attached, []
-        message = {"role": "user", "content": "\n\n".join([*(body for _, body in files), text])}
-        heard = False
+        content = "\n\n".join([*(body for _, body in files), text])
         try:
-            with self.watching() as watch:
-                heard = self.conversation.ask(message, after=after, watch=watch)
-                if heard:
-                    self._answer(watch)
+            is_sent = self.ask(Turn("user", content), after=after)
+        except DS4Error:
+            is_sent = False
+            raise
         finally:
-            if not heard:  # nothing typed is ever lost
+            if not is_sent:  # nothing typed is ever lost
                 self.draft, self.attached = text, files
-        if not heard:
-            self.note("stopped while reading; what was read is kept, your message is not sent")
-        elif not self.line.turns[-1].is_reply:
-            self.draft = self.conversation.take_back()
-            self.note("stopped before the first word; your message is not sent")
+
+    def ask(self, *turns: Turn, after: Line | None = None) -> bool:
+        """Read turns and let the model answer them; False if nothing came of it."""
+        with self.watching() as watch:
+            if not self.conversation.ask(*turns, after=after, watch=watch):
+                self.note("stopped while reading; what was read is kept, your message is not sent")
+                return False
+            self._answer(watch)
+        if self.line.turns[-1].is_reply:
+            return True
+        self.conversation.take_back()
+        self.note("stopped before the first word; your message is not sent")
+        return False
+
+    def give_result(self, text: str) -> None:
+        """The result of the next tool call; with the last one the model goes on."""
+        calls = self.conversation.open_calls
+        if not self.results or self.results[0] != self.line:
+            self.results = self.line, []
+        results = self.results[1]
+        call = calls[len(results)]
+        results.append(Turn("tool", text, calls=(call,)))
+        if len(results) < len(calls):
+            return self._print_call(calls[len(results)])
+        is_sent = False
+        try:
+            is_sent = self.ask(*results)
+        finally:
+            if is_sent:
+                self.results = None
+            else:
+                self.draft = results.pop().content
+
+    def next_call(self) -> dict[str, Any]:
+        """The tool call whose result is missing. UsageError if there is none."""
+        calls = self.conversation.open_calls
+        given = len(self.results[1]) if self.results and self.results[0] == self.line else 0
+        if given >= len(calls):
+            raise UsageError("the model has called no tool")
+        return calls[given]
+
+    def _print_call(self, call: dict[str, Any]) -> None:
+        """A call: a line of JSON for a script, words for a reader."""
+        if not self.reader.is_interactive:
+            sys.stdout.write(json.dumps(call, ensure_ascii=False) + "\n")
+            return sys.stdout.flush()
+        function = call["function"]
+        terminal.note(f"call {function['name']} {function['arguments']}")
+        self.note("type its result, or /run it, or /skip it; nothing runs by itself")
 
     def reply(self, attempt: int = 0) -> None:
         """Let the model answer the last message, or go on with its last reply."""
@@ -202,8 +248,7 @@ class Chat:
                     (writer.reasoning if piece.is_reasoning else writer.answer)(piece.text)
         finally:
             if self.line.turns[-1].is_reply:
-                writer.end()
-                self._print_end()
+                self._end_reply(writer)
             self.start_counting()
 
     def _writer(self) -> terminal.ReplyWriter:
@@ -219,8 +264,22 @@ class Chat:
         if room is not None and room < min(limit if limit > 0 else 1024, 1024):
             self.note(f"the context is nearly full: room for {room:,} more tokens; /undo or /clear")
 
-    def _print_end(self) -> None:
-        turn, stats = self.line.turns[-1], self.conversation.session.stats
+    def _end_reply(self, writer: terminal.ReplyWriter) -> None:
+        turn, calls = self.line.turns[-1], self.conversation.open_calls
+        if turn.content or not calls:
+            writer.end()
+        else:
+            writer.answer("")  # ends the reasoning
+        for repair in getattr(self.conversation.session.stats, "repairs", ()):
+            self.note(f"repaired a tool call: {repair.reason}; {repair.dropped_tokens} tokens back")
+        if self.conversation.remark:
+            self.note(self.conversation.remark)
+        self._note_cut(turn)
+        self._print_stats()
+        if calls:
+            self._print_call(calls[0])
+
+    def _note_cut(self, turn: Turn) -> None:
         if turn.finish_reason == "cancelled":
             self.note("stopped; what was written stays: /continue goes on, /undo takes it back")
         elif turn.finish_reason == "length":
@@ -228,8 +287,11 @@ class Chat:
             self.note(
                 "cut: the context is full" if full else "cut at max_tokens: /continue goes on"
             )
+
+    def _print_stats(self) -> None:
         shown = self.settings.stats
         if (self.reader.is_interactive if shown is None else shown) and not self.request.quiet:
+            stats = self.conversation.session.stats
             terminal.note(terminal.stats_line(stats, peak_bytes()))
 
     def start_counting(self) -> None:

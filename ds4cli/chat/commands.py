@@ -283,6 +283,33 @@ def switch(chat: Chat, argument: str) -> None:
     chat.note(f"on branch `{chat.conversation.transcript.name}`")
 
 
+# -- tools ----------------------------------------------------------------------------------------
+
+
+@command("run")
+def run_call(chat: Chat, argument: str) -> None:
+    """Run the command that your tools file attaches to the tool that the model called."""
+    from ds4cli.tools import run_tool
+
+    _refuse(argument)
+    call = chat.next_call()["function"]
+    tools = {tool.name: tool for tool in chat.conversation.tools}
+    if call["name"] not in tools:
+        raise UsageError(f"no tool `{call['name']}` is declared", "start with `--tools FILE`")
+    tool = tools[call["name"]]
+    done = run_tool(tool, call["arguments"])
+    terminal.note(done.content)
+    chat.give_result(done.content)
+
+
+@command("skip")
+def skip(chat: Chat, argument: str) -> None:
+    """Tell the model that its tool call was not carried out."""
+    _refuse(argument)
+    chat.next_call()
+    chat.give_result("The user skipped this call.")
+
+
 # -- looking --------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,11 @@ from ds4cli.transcript import Line, Scribe, Transcript, Turn
 
 if TYPE_CHECKING:
     from ds4cli.engine import Engine
-    from ds4cli.session import Session
+    from ds4cli.session import Event, Session
+    from ds4cli.tools import Guard, Tool
 
+# gpt-oss thinks in one channel and answers in another.
+HARMONY = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"
 # A head of fewer tokens is not worth a model call of its own.
 MIN_HEAD_TOKENS = 16
 
@@ -47,7 +51,7 @@ class Conversation:
         engine: Engine,
         settings: Settings,
         *,
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Sequence[Tool] = (),
         drop_reasoning: bool = False,
     ):
         self.engine = engine
@@ -58,6 +62,8 @@ class Conversation:
         self._path: Path | None = None  # of a file that begins with the first turn
         self.use(settings)
         self.transcript = Transcript(self.scribe.begin(settings.system))
+        self.remark = ""  # what is wrong with a tool call that the last reply left open
+        self._kept_guard: tuple[Turn | None, Guard | None] = None, None
         self._before: Transcript | None = None  # what a reply that never came takes us back to
 
     def use(self, settings: Settings) -> None:
@@ -67,8 +73,10 @@ class Conversation:
         sampler = Sampler(settings, token_limit=self.engine.token_limit)
         sampler.attempt = self.session.attempt
         self.session.sampler = sampler
+        self.session.drafter.use(sampler)
         self.settings = settings
-        self.scribe = Scribe(template_of(self.engine, settings, self.tools), self.engine.decode)
+        specs = [tool.spec for tool in self.tools]
+        self.scribe = Scribe(template_of(self.engine, settings, specs), self.engine.decode)
 
     @property
     def line(self) -> Line:
@@ -122,13 +130,13 @@ class Conversation:
 
     # -- talking ----------------------------------------------------------------------------------
 
-    def ask(self, *messages: Message, after: Line | None = None, watch: Watch) -> bool:
-        """Read messages that the model is to answer; False if the user stopped it.
+    def ask(self, *turns: Turn, after: Line | None = None, watch: Watch) -> bool:
+        """Read turns that the model is to answer; False if the user stopped it.
 
         after: the line they follow, the current one by default. Nothing is said until all is read.
         """
         after = self.line if after is None else after
-        line = self.scribe.ask(after, *messages)
+        line = self.scribe.ask(after, *turns)
         if self.drop_reasoning:
             line = self.scribe.without_reasoning(line, self._answer_part)
         self.check_room(line)
@@ -141,6 +149,12 @@ class Conversation:
         self.transcript.say(line)
         self.record()
         return True
+
+    @property
+    def open_calls(self) -> tuple[dict[str, Any], ...]:
+        """Tool calls of the last reply: it waits for their results."""
+        last = self.line.turns[-1] if self.line.turns else None
+        return last.calls if last is not None and last.is_reply else ()
 
     def check_room(self, line: Line) -> None:
         """UsageError if the model cannot read the line and write at least one token."""
@@ -187,8 +201,7 @@ class Conversation:
         return text
 
     def _answer_part(self, turn: Turn) -> str:
-        raw = self.raw_text(turn)
-        end = self.engine.tokenizer.think_end
+        raw, end = self.raw_text(turn), self.think_markers[1]
         return raw.rpartition(end)[2].lstrip("\n") if end and end in raw else raw
 
     def raw_text(self, turn: Turn) -> str:
@@ -197,11 +210,37 @@ class Conversation:
 
     def splitter(self, line: Line) -> ReasoningSplitter:
         """A splitter for a reply to `line`, whose end may have opened a think section."""
-        start = None if self.settings.raw else self.engine.tokenizer.think_start
-        if start is None:
-            return ReasoningSplitter(None, None)
-        inside = self.engine.decode(line.tokens[-16:]).rstrip().endswith(start)
-        return ReasoningSplitter(start, self.engine.tokenizer.think_end, inside)
+        return ReasoningSplitter(*self.think_markers, self._opens_thinking(line))
+
+    @cached_property
+    def think_markers(self) -> tuple[str | None, str | None]:
+        """What opens and closes the model's reasoning; None where it has none."""
+        tokenizer = self.engine.tokenizer
+        if self.settings.raw:
+            return None, None
+        if tokenizer.think_start is None and "<|channel|>" in tokenizer.get_vocab():
+            return HARMONY
+        return tokenizer.think_start, tokenizer.think_end
+
+    def _opens_thinking(self, line: Line) -> bool:
+        start = self.think_markers[0]
+        return start is not None and self.engine.decode(line.tokens[-16:]).rstrip().endswith(start)
+
+    def guard(self, line: Line, begun: Turn) -> Guard | None:
+        """What watches a reply for tool calls; a reply that goes on keeps the one it had."""
+        if not self.tools:
+            return None
+        from ds4cli.tools import Guard
+
+        if begun.tokens:  # a call that was cut goes on only under the guard that saw it begin
+            turn, guard = self._kept_guard
+            return guard if turn == begun else None
+        thinks = self._opens_thinking(line)
+        return Guard(self.engine.tokenizer, self.tools, thinks, self.settings.max_repairs)
+
+    def keep_guard(self, turn: Turn, guard: Guard | None) -> None:
+        """Keep a reply's guard, in case that the reply goes on."""
+        self._kept_guard = turn, guard
 
     def answer_text(self, line: Line, tokens: Sequence[int]) -> str:
         """The answer in a reply to `line`, without reasoning."""
@@ -293,32 +332,46 @@ class _Reply:
         self._start = len(line.tokens)
         self._split = owner.splitter(line)
         self._split.push(owner.raw_text(begun))
+        self._guard = owner.guard(line, begun)
+        self._answer = begun.content
+        self._end = Turn("assistant", "", finish_reason="cancelled", attempt=begun.attempt)
 
     def pieces(self, watch: Watch) -> Iterator[Piece]:
         session, settings = self._owner.session, self._owner.settings
-        reason = "cancelled"
         events = session.stream(
             max_tokens=settings.max_tokens,
             stop=settings.stop,
+            guard=self._guard,
             cancel=watch.cancel,
             since=self._start if self._begun.tokens else None,
         )
         try:
             with closing(events):
                 for event in events:
-                    reason = event.finish_reason or reason
-                    yield from self._split.push(event.text)
-            yield from self._split.flush()
+                    yield from self._take(self._split.push(event.text))
+                    self._note_end(event)
+            yield from self._take(self._split.flush())
         finally:
-            self._keep(reason)
+            self._keep()
 
-    def _keep(self, reason: str) -> None:
+    def _take(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
+            self._answer += "" if piece.is_reasoning else piece.text
+            yield piece
+
+    def _note_end(self, event: Event) -> None:
+        if event.finish_reason is not None:
+            calls = tuple(call.openai() for call in event.calls)
+            self._end = replace(self._end, finish_reason=event.finish_reason, calls=calls)
+            self._owner.remark = event.note
+
+    def _keep(self) -> None:
         owner = self._owner
         tokens = tuple(owner.session.tokens[self._start :])
-        if not tokens and reason == "cancelled":
+        if not tokens and self._end.finish_reason == "cancelled":
             return  # nothing was written: the message stands without a reply
-        content = owner.answer_text(self._line, tokens)
-        turn = replace(self._begun, content=content, tokens=tokens, finish_reason=reason)
+        turn = replace(self._end, content=self._answer, tokens=tokens)
+        owner.keep_guard(turn, self._guard)
         owner.session.mark("turn")
         owner.transcript.say(self._line.plus(turn))
         owner.record()
@@ -352,10 +405,15 @@ def template_of(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
         )
 
+    def encode_data(text: str) -> list[int]:
+        from ds4cli.tools import encode_plain
+
+        return encode_plain(tokenizer, text)
+
     if settings.raw or not tokenizer.has_chat_template:
         start = tuple(i for i in engine.encode("") if i not in stop_ids)
         return ChatTemplate(_render_plain, encode, stop_ids, start)
-    return ChatTemplate(render, encode, stop_ids)
+    return ChatTemplate(render, encode, stop_ids, encode_data=encode_data if tools else None)
 
 
 def _render_plain(messages: list[Message], add_generation_prompt: bool) -> str:

@@ -30,6 +30,9 @@ class Drafter:
     def rewind(self, pos: int) -> None:
         """The session went back: from position `pos` on, tokens may differ from what was seen."""
 
+    def use(self, sampler: Sampler) -> None:
+        """The session samples otherwise from here on."""
+
 
 def make(settings: Settings, draft: Timeline | None, sampler: Sampler) -> Drafter:
     """The drafter the settings ask for; `auto` is the draft model if one is loaded, else ngram."""

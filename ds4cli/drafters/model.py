@@ -38,3 +38,6 @@ class ModelDrafter(Drafter):
     def _pick(self, history: Sequence[int]) -> int:
         row = self.timeline.logits[None]
         return self._sampler.pick(row, self.timeline.pos, history).item()
+
+    def use(self, sampler: Sampler) -> None:
+        self._sampler = sampler
