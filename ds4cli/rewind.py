@@ -166,8 +166,8 @@ class Ladder:
     def copy(self) -> Ladder:
         return Ladder(self.budget_bytes, self.frontiers)
 
-    def has(self, pos: int) -> bool:
-        return any(f.pos == pos for f in self.frontiers)
+    def has(self, pos: int, kind: str | None = None) -> bool:
+        return any(f.pos == pos and kind in (None, f.kind) for f in self.frontiers)
 
     def add(self, frontier: Frontier, live: int) -> None:
         """Insert by position (a stronger kind replaces a weaker one there), then thin."""

@@ -9,7 +9,7 @@ and attempt only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,8 @@ from ds4cli.drafters.length import DraftLength
 from ds4cli.errors import StateError, UsageError
 from ds4cli.reply import Reply, Taken
 from ds4cli.rewind import RewindPlan, RewindReport
-from ds4cli.sampling import refuse_nan
+from ds4cli.sampling import Sampler, refuse_nan
+from ds4cli.settings import Settings
 
 if TYPE_CHECKING:
     from ds4cli.engine import Engine
@@ -175,14 +176,17 @@ class Session:
         *,
         cancel: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] | None = None,
+        marks: Iterable[int] = (),
     ) -> RewindReport:
         """Make the session's tokens equal `tokens`; what both have in common is not read again.
 
         `progress(done, total)` after each model call. When `cancel()` turns true the session stops
-        between calls and keeps what it read.
+        between calls and keeps what it read. marks: positions in `tokens` to keep cheap to come
+        back to, because other texts branch off there; ignored where going back is free anyway.
         """
         self.engine.check_context(len(tokens))
-        report = self._moved(self._timeline.sync(tokens, cancel=cancel, progress=progress))
+        moved = self._timeline.sync(tokens, cancel=cancel, progress=progress, marks=marks)
+        report = self._moved(moved)
         self.stats.prompt_tokens = len(tokens)
         self.stats.cached_tokens = len(tokens) - report.replayed - report.prefilled
         self.stats.prompt_s += report.seconds
@@ -197,6 +201,13 @@ class Session:
     def mark(self, kind: str = "turn") -> None:
         """Keep this position cheap to come back to: "system", "turn", "prompt" or "tool"."""
         self._timeline.mark(kind)
+
+    def use(self, settings: Settings) -> None:
+        """Sample as `settings` say from here on: temperature, filters, penalties, bias, seed."""
+        sampler = Sampler(settings, token_limit=self.engine.token_limit)
+        sampler.attempt = self.attempt
+        self.sampler, self._next = sampler, None
+        self.drafter.use(sampler)
 
     def fork(self) -> Session:
         """An independent branch at the same position; both may go on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -361,10 +361,12 @@ class Timeline:
         *,
         cancel: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] | None = None,
+        marks: Iterable[int] = (),
     ) -> RewindReport:
         """Make `tokens` equal `target`: keep the common prefix, go back to it, feed the rest.
 
-        Stops between model calls when `cancel()` is true; what was read by then is kept.
+        Stops between model calls when `cancel()` is true; what was read by then is kept. marks:
+        positions on the way that are to stay cheap to come back to.
         """
         self.abort()
         begin = time.perf_counter()
@@ -375,7 +377,7 @@ class Timeline:
         before, counted = self.pos, self.counters.forwards
         with self._all_or_nothing():
             self._move(step)
-        self._feed_all(target[step.base :], cancel, progress)
+        self._feed_all(self._feed_to_marks(target, marks, cancel), cancel, progress)
         replayed = min(self.pos, common) - step.base
         return RewindReport(
             step.source,
@@ -385,6 +387,17 @@ class Timeline:
             forwards=self.counters.forwards - counted,
             seconds=time.perf_counter() - begin,
         )
+
+    def _feed_to_marks(
+        self, target: list[int], marks: Iterable[int], cancel: Callable[[], bool]
+    ) -> list[int]:
+        """Feed `target` up to the last of `marks`, marking each; returns the rest of it."""
+        for pos in () if self.can_cut else sorted(set(marks)):
+            if self.pos <= pos < len(target) and not cancel():
+                self._feed_all(target[self.pos : pos], cancel, last=False)
+                if self.pos == pos and not self.ladder.has(pos, "system"):
+                    self.mark("system")
+        return target[self.pos :]
 
     def _known(self) -> list[int]:
         return self.tokens + self.ahead
@@ -504,14 +517,16 @@ class Timeline:
         cancel: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] | None = None,
         again: bool = False,
+        last: bool = True,
     ) -> None:
-        """Feed tokens in calls of at most one chunk; the final one becomes the record."""
+        """Feed tokens in calls of at most one chunk; the final one becomes the record, if these
+        are the `last` tokens to feed."""
         done = 0
         sizes = call_sizes(len(tokens), self.limits.chunk_tokens, self._last_call_tokens())
         for i, size in enumerate(sizes):
             if cancel():
                 return
-            final = i == len(sizes) - 1
+            final = last and i == len(sizes) - 1
             self._feed_chunk(tokens[done : done + size], final, again)
             done += size
             if progress is not None:

@@ -11,7 +11,7 @@ guard.py     watches a reply, says where to go back to
 running.py   a tool's command; tool results as plain text
 """
 
-from ds4cli.tools.declared import Tool, load_tools
+from ds4cli.tools.declared import Tool, load_tools, tools_of
 from ds4cli.tools.formats import FORMATS, Format, detect_format
 from ds4cli.tools.guard import Guard, GuardEnd, GuardStep
 from ds4cli.tools.mend import Refused
@@ -33,4 +33,5 @@ __all__ = [
     "load_tools",
     "parse_calls",
     "run_tool",
+    "tools_of",
 ]

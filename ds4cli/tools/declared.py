@@ -59,56 +59,61 @@ def load_tools(path: str | Path) -> list[Tool]:
         raise UsageError(f"cannot read the tools file `{path}`: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"the tools file `{path}` is not JSON: {error}") from error
+    return tools_of(data, f"tools file `{path}`")
+
+
+def tools_of(data: Any, origin: str) -> list[Tool]:
+    """Check tools that were read from JSON. UsageError names `origin` and the path inside."""
     if not isinstance(data, list) or not data:
-        raise _bad(path, "$", "must be a list with at least one tool")
-    tools = [_read_tool(entry, f"[{i}]", path) for i, entry in enumerate(data)]
+        raise _bad(origin, "$", "must be a list with at least one tool")
+    tools = [_read_tool(entry, f"[{i}]", origin) for i, entry in enumerate(data)]
     for i, tool in enumerate(tools):
         if tool.name in {other.name for other in tools[:i]}:
-            raise _bad(path, f"[{i}].name", f"`{tool.name}` is declared twice")
+            raise _bad(origin, f"[{i}].name", f"`{tool.name}` is declared twice")
     return tools
 
 
-def _bad(path: str | Path, where: str, what: str) -> UsageError:
+def _bad(origin: str, where: str, what: str) -> UsageError:
     return UsageError(
-        f"tools file `{path}`: `{where}` {what}",
+        f"{origin}: `{where}` {what}",
         hint='a tool is {"type": "function", "function": {"name": ..., "parameters": {...}}}',
     )
 
 
-def _read_tool(entry: Any, where: str, path: str | Path) -> Tool:
+def _read_tool(entry: Any, where: str, origin: str) -> Tool:
     if not isinstance(entry, dict):
-        raise _bad(path, where, "must be an object")
+        raise _bad(origin, where, "must be an object")
     inner, inside = entry, where
     if "function" in entry:
         inner, inside = entry["function"], f"{where}.function"
         if not isinstance(inner, dict):
-            raise _bad(path, inside, "must be an object")
+            raise _bad(origin, inside, "must be an object")
     name = inner.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise _bad(path, f"{inside}.name", "must be a name of letters, digits, `_`, `.`, `-`")
+        raise _bad(origin, f"{inside}.name", "must be a name of letters, digits, `_`, `.`, `-`")
     description = inner.get("description", "")
     if not isinstance(description, str):
-        raise _bad(path, f"{inside}.description", "must be a string")
+        raise _bad(origin, f"{inside}.description", "must be a string")
     parameters = inner.get("parameters", {"type": "object", "properties": {}})
-    _check_parameters(parameters, f"{inside}.parameters", path)
-    command = _read_command(entry.get("command", inner.get("command")), where, path)
+    _check_parameters(parameters, f"{inside}.parameters", origin)
+    command = _read_command(entry.get("command", inner.get("command")), where, origin)
     return Tool(name, description, parameters, command)
 
 
-def _check_parameters(parameters: Any, where: str, path: str | Path) -> None:
+def _check_parameters(parameters: Any, where: str, origin: str) -> None:
     if not isinstance(parameters, dict):
-        raise _bad(path, where, "must be a JSON schema object")
+        raise _bad(origin, where, "must be a JSON schema object")
     if parameters.get("type", "object") != "object":
-        raise _bad(path, f"{where}.type", "must be `object`")
+        raise _bad(origin, f"{where}.type", "must be `object`")
     for inside, what in json_schema.problems(parameters):
-        raise _bad(path, f"{where}{inside}", what)
+        raise _bad(origin, f"{where}{inside}", what)
 
 
-def _read_command(command: Any, where: str, path: str | Path) -> tuple[str, ...] | None:
+def _read_command(command: Any, where: str, origin: str) -> tuple[str, ...] | None:
     if command is None:
         return None
     if isinstance(command, str):
         command = shlex.split(command)
     if not isinstance(command, list) or not command or not all(isinstance(a, str) for a in command):
-        raise _bad(path, f"{where}.command", "must be a command line, or a list of strings")
+        raise _bad(origin, f"{where}.command", "must be a command line, or a list of strings")
     return tuple(command)
