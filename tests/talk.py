@@ -6,7 +6,8 @@ import contextlib
 
 from folder import SPECIALS, VOCAB_SIZE, byte_tokenizer
 
-from ds4cli.chat import Chat, Request
+from ds4cli.chat import Request
+from ds4cli.chat.console import Chat
 from ds4cli.chat.conversation import Watch
 from ds4cli.engine import Engine
 from ds4cli.settings import Settings
@@ -62,6 +63,10 @@ class TestedChat(Chat):
         self.looks = looks
         self.take(text)
         self.looks = None
+
+    def engine_text(self, line) -> str:
+        """All that the model reads of a line."""
+        return self.conversation.engine.decode(line.tokens)
 
     @property
     def session(self):

@@ -106,6 +106,19 @@ def test_switching_back_reads_what_differs(said, engine):
     check_replies(said, engine)
 
 
+def test_dropped_reasoning_reads_only_what_the_template_draws_anew(hybrid_folder):
+    """Guards: a template that takes reasoning out of history making everything be read again."""
+    engine = talk.load(hybrid_folder, think=False)
+    chat = talk.chat(engine, "x" * 400, "short", drop_reasoning=True)
+    before, fed = chat.line, chat.counters.fed_tokens
+    chat.take("third")
+    cue, new = before.turns[2].cue, chat.line.turns[4].tokens
+    answers = len(before.turns[3].tokens) + len(chat.line.turns[5].tokens)
+    assert "<think>" not in chat.engine_text(chat.line.upto(4))
+    assert chat.counters.fed_tokens - fed <= cue + answers + len(new) + 64
+    check(chat)
+
+
 # -- going back ----------------------------------------------------------------------------------
 
 

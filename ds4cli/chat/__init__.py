@@ -1,31 +1,29 @@
 """`ds4cli chat`: a conversation whose past can be edited.
 
-`run` is the command; `Chat` turns messages and slash commands into operations on a `Conversation`.
+conversation.py  what is said, and the session that follows it
+console.py       what the user sees of it
+commands.py      the slash commands
+prompt.py        where messages come from
+markdown.py      replies on a terminal
+shelf.py         where chats lie on disk
+editor.py        the user's editor
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ds4cli import journal, terminal
 from ds4cli.chat import shelf
-from ds4cli.chat.conversation import Conversation, Watch
-from ds4cli.errors import DS4Error, UsageError
-from ds4cli.rewind import RewindReport
+from ds4cli.errors import UsageError
 from ds4cli.settings import Settings
-from ds4cli.transcript import Line, Turn
 
 if TYPE_CHECKING:
     from ds4cli.engine import Engine
     from ds4cli.tools import Tool
-
-HINT = "/help lists commands; Ctrl-D leaves"
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,7 @@ def settings_for(request: Request, settings: Settings, model_given: bool) -> Set
 
 def run(engine: Engine, request: Request, settings: Settings, tools: Sequence[Tool] = ()) -> int:
     """Talk until the user leaves. Returns the exit code."""
+    from ds4cli.chat.console import Chat
     from ds4cli.chat.prompt import Leave
 
     chat = Chat(engine, request, settings, tools)
@@ -79,317 +78,3 @@ def run(engine: Engine, request: Request, settings: Settings, tools: Sequence[To
     finally:
         chat.end()
     return 1 if chat.failures and not chat.reader.is_interactive else 0
-
-
-class Chat:
-    """What the user sees of a conversation."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        request: Request,
-        settings: Settings,
-        tools: Sequence[Tool] = (),
-        reader: Any = None,
-    ):
-        self.request = request
-        self.markdown = request.markdown
-        self.conversation = Conversation(
-            engine, settings, tools=tools, drop_reasoning=request.drop_reasoning
-        )
-        self.reader = make_reader(self, request) if reader is None else reader
-        self.draft = ""  # text that waits in the input line
-        self.attached: list[tuple[str, str]] = []  # names and texts that go with the next message
-        self.results: tuple[Line, list[Turn]] | None = None  # of tool calls, until all are there
-        self.totals: dict[str, float] = {}
-        self.failures = 0
-        self.is_over = False
-        self.name: str | None = None  # of the session on disk
-        self.is_named = False  # by the user
-
-    @property
-    def settings(self) -> Settings:
-        return self.conversation.settings
-
-    @property
-    def line(self) -> Line:
-        return self.conversation.line
-
-    # -- the course of a chat ---------------------------------------------------------------------
-
-    def begin(self) -> None:
-        """Take up a stored session, or prepare a new one."""
-        path = self.request.stored()
-        if path is not None:
-            self.load(path.stem)
-        elif self.request.name is not None:
-            self.keep_as(self.request.name, is_named=True)
-        elif self.request.save and self.reader.is_interactive:
-            self.keep_as(shelf.new_name())
-        if self.reader.is_interactive:
-            self.note(HINT)
-
-    def talk(self) -> None:
-        """Messages and commands until the end of input."""
-        while not self.is_over:
-            try:
-                draft, self.draft = self.draft, ""
-                text = self.reader.read(draft)
-            except EOFError:
-                return
-            self.take(text)
-
-    def take(self, text: str) -> None:
-        """One message or command; a failure is printed, and the chat goes on."""
-        from ds4cli.chat import commands
-
-        try:
-            if commands.is_command(text):
-                commands.run(self, text)
-            elif text.strip():
-                self.send(text[1:] if text.startswith("//") else text)
-        except DS4Error as error:
-            self.failures += 1
-            terminal.fail(error.message, error.hint)
-
-    def end(self) -> None:
-        """Keep the model's state if asked, and close the session's file."""
-        conversation = self.conversation
-        if conversation.journal is not None:
-            path = conversation.journal.path
-            if self.request.with_cache or shelf.cache_of(path).exists():
-                self.save_state(path)
-            if self.reader.is_interactive:
-                self.note(f"saved as `{path.stem}`; `ds4cli chat -c` goes on")
-        conversation.close()
-
-    # -- talking ----------------------------------------------------------------------------------
-
-    def send(self, text: str, after: Line | None = None) -> None:
-        """Say `text` and let the model answer; while it waits for a tool's result, that is it."""
-        if after is None and self.conversation.open_calls:
-            return self.give_result(text)
-        files, self.attached = self.attached, []
-        content = "\n\n".join([*(body for _, body in files), text])
-        try:
-            is_sent = self.ask(Turn("user", content), after=after)
-        except DS4Error:
-            is_sent = False
-            raise
-        finally:
-            if not is_sent:  # nothing typed is ever lost
-                self.draft, self.attached = text, files
-
-    def ask(self, *turns: Turn, after: Line | None = None) -> bool:
-        """Read turns and let the model answer them; False if nothing came of it."""
-        with self.watching() as watch:
-            if not self.conversation.ask(*turns, after=after, watch=watch):
-                self.note("stopped while reading; what was read is kept, your message is not sent")
-                return False
-            self._answer(watch)
-        if self.line.turns[-1].is_reply:
-            return True
-        self.conversation.take_back()
-        self.note("stopped before the first word; your message is not sent")
-        return False
-
-    def give_result(self, text: str) -> None:
-        """The result of the next tool call; with the last one the model goes on."""
-        calls = self.conversation.open_calls
-        if not self.results or self.results[0] != self.line:
-            self.results = self.line, []
-        results = self.results[1]
-        call = calls[len(results)]
-        results.append(Turn("tool", text, calls=(call,)))
-        if len(results) < len(calls):
-            return self._print_call(calls[len(results)])
-        is_sent = False
-        try:
-            is_sent = self.ask(*results)
-        finally:
-            if is_sent:
-                self.results = None
-            else:
-                self.draft = results.pop().content
-
-    def next_call(self) -> dict[str, Any]:
-        """The tool call whose result is missing. UsageError if there is none."""
-        calls = self.conversation.open_calls
-        given = len(self.results[1]) if self.results and self.results[0] == self.line else 0
-        if given >= len(calls):
-            raise UsageError("the model has called no tool")
-        return calls[given]
-
-    def _print_call(self, call: dict[str, Any]) -> None:
-        """A call: a line of JSON for a script, words for a reader."""
-        if not self.reader.is_interactive:
-            sys.stdout.write(json.dumps(call, ensure_ascii=False) + "\n")
-            return sys.stdout.flush()
-        function = call["function"]
-        terminal.note(f"call {function['name']} {function['arguments']}")
-        self.note("type its result, or /run it, or /skip it; nothing runs by itself")
-
-    def reply(self, attempt: int = 0) -> None:
-        """Let the model answer the last message, or go on with its last reply."""
-        with self.watching() as watch:
-            self.conversation.catch_up(watch)
-            if self.conversation.is_complete:
-                self._answer(watch, attempt)
-
-    def _answer(self, watch: Watch, attempt: int = 0) -> None:
-        writer = self._writer()
-        begun = self.line.turns[-1]
-        if begun.is_reply and hasattr(writer, "prime"):
-            writer.prime(begun.content)
-        self._warn_of_room()
-        try:
-            with contextlib.closing(self.conversation.answer(watch, attempt)) as pieces:
-                for piece in pieces:
-                    (writer.reasoning if piece.is_reasoning else writer.answer)(piece.text)
-        finally:
-            if self.line.turns[-1].is_reply:
-                self._end_reply(writer)
-            self.start_counting()
-
-    def _writer(self) -> terminal.ReplyWriter:
-        shows_reasoning = not self.request.quiet and not self.settings.hide_reasoning
-        if self.markdown and renders_markdown():
-            from ds4cli.chat.markdown import MarkdownWriter
-
-            return MarkdownWriter(shows_reasoning)
-        return terminal.ReplyWriter(shows_reasoning)
-
-    def _warn_of_room(self) -> None:
-        room, limit = self.conversation.room, self.settings.max_tokens
-        if room is not None and room < min(limit if limit > 0 else 1024, 1024):
-            self.note(f"the context is nearly full: room for {room:,} more tokens; /undo or /clear")
-
-    def _end_reply(self, writer: terminal.ReplyWriter) -> None:
-        turn, calls = self.line.turns[-1], self.conversation.open_calls
-        if turn.content or not calls:
-            writer.end()
-        else:
-            writer.answer("")  # ends the reasoning
-        for repair in getattr(self.conversation.session.stats, "repairs", ()):
-            self.note(f"repaired a tool call: {repair.reason}; {repair.dropped_tokens} tokens back")
-        if self.conversation.remark:
-            self.note(self.conversation.remark)
-        self._note_cut(turn)
-        self._print_stats()
-        if calls:
-            self._print_call(calls[0])
-
-    def _note_cut(self, turn: Turn) -> None:
-        if turn.finish_reason == "cancelled":
-            self.note("stopped; what was written stays: /continue goes on, /undo takes it back")
-        elif turn.finish_reason == "length":
-            full = self.conversation.room == 0
-            self.note(
-                "cut: the context is full" if full else "cut at max_tokens: /continue goes on"
-            )
-
-    def _print_stats(self) -> None:
-        shown = self.settings.stats
-        if (self.reader.is_interactive if shown is None else shown) and not self.request.quiet:
-            stats = self.conversation.session.stats
-            terminal.note(terminal.stats_line(stats, peak_bytes()))
-
-    def start_counting(self) -> None:
-        """Add the session's counters to the chat's totals, and begin again from zero."""
-        session = self.conversation.session
-        for name, value in vars(session.stats).items():
-            if isinstance(value, (int, float)):
-                self.totals[name] = self.totals.get(name, 0) + value
-        session.stats = type(session.stats)(drafter=session.stats.drafter)
-
-    # -- moving -----------------------------------------------------------------------------------
-
-    def move(self, go: Callable[[Watch], RewindReport]) -> None:
-        """Go somewhere else in the conversation, and print what that took."""
-        with self.watching() as watch:
-            report = go(watch)
-        self.print_move(report)
-
-    def print_move(self, report: RewindReport) -> None:
-        """What was kept, dropped and read, and how long it took."""
-        read = report.replayed + report.prefilled
-        parts = [
-            f"{len(self.line.turns)} turns",
-            f"{report.discarded:,} tokens dropped",
-            f"{read:,} read" + (" again" if read and not report.prefilled else ""),
-            f"{1e3 * report.seconds:,.1f} ms",
-        ]
-        if not self.conversation.is_complete:
-            parts.append("stopped: the rest is read with the next message")
-        self.note(" · ".join(parts))
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[Watch]:
-        """Ctrl-C as a flag, and a bar for long prompts."""
-        show = not self.request.quiet
-        with terminal.Interrupts() as interrupted, terminal.PrefillBar(show) as bar:
-            yield Watch(lambda: interrupted() or self.reader.was_interrupted, bar)
-
-    # -- on disk ----------------------------------------------------------------------------------
-
-    def keep_as(self, name: str, is_named: bool = False) -> None:
-        """Write the chat to a new session file."""
-        self.conversation.keep_in(shelf.path_of(name))
-        self.name, self.is_named = name, is_named
-
-    def load(self, name: str) -> None:
-        """Go on with a stored session. The present chat stays in its own file."""
-        path = shelf.path_of(name)
-        if not path.exists():
-            raise UsageError(f"there is no session `{name}`", "see /sessions")
-        for notice in self.conversation.resume(path):
-            self.note(notice)
-        self.name, self.is_named = name, True
-        cache = shelf.cache_of(path)
-        if cache.exists() and (reason := self.conversation.load_state(cache)):
-            self.note(reason)
-        self.note(
-            f"session `{name}`: {len(self.line.turns)} turns, {len(self.line.tokens):,} tokens"
-        )
-        if self.line.turns and self.line.turns[-1].role == "user":
-            self.draft = self.conversation.take_back()
-            self.note("the last message got no reply; it is not sent")
-
-    def save_state(self, path: Path) -> None:
-        """Write the model's state next to the session's file."""
-        try:
-            self.conversation.save_state(shelf.cache_of(path))
-        except DS4Error as error:
-            terminal.fail(error.message, error.hint)
-
-    def note(self, text: str) -> None:
-        """A dim line on stderr, unless the user wants quiet."""
-        if not self.request.quiet:
-            terminal.note(text)
-
-
-def renders_markdown() -> bool:
-    """Whether stdout can show Markdown. `FORCE_COLOR` makes Rich say terminal for a pipe."""
-    out = terminal.out
-    return sys.stdout.isatty() and not out.is_dumb_terminal and not out.no_color
-
-
-def peak_bytes() -> int:
-    """The most memory MLX has held."""
-    import mlx.core as mx
-
-    return mx.get_peak_memory()
-
-
-def make_reader(chat: Chat, request: Request) -> Any:
-    """The reader that suits standard input."""
-    from ds4cli.chat import commands, prompt
-
-    if not sys.stdin.isatty():
-        return prompt.PipeReader(sys.stdin, request.single)
-    if terminal.err.is_dumb_terminal or not (sys.stdout.isatty() or sys.stderr.isatty()):
-        return prompt.PlainReader(sys.stdin)
-    history = None
-    if request.history:
-        history = prompt.HistoryFile(shelf.private_folder() / "history.jsonl")
-    return prompt.TerminalReader(history, lambda text: commands.complete(chat, text))

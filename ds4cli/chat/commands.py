@@ -20,7 +20,7 @@ from ds4cli.settings import OPTIONS, SAMPLING
 from ds4cli.transcript import Line, Turn
 
 if TYPE_CHECKING:
-    from ds4cli.chat import Chat
+    from ds4cli.chat.console import Chat
 
 # Settings that may change while a model is loaded.
 SETTABLE = (

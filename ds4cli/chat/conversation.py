@@ -140,15 +140,25 @@ class Conversation:
         if self.drop_reasoning:
             line = self.scribe.without_reasoning(line, self._answer_part)
         self.check_room(line)
-        self._sync(line, watch)
+        self._read_asking(line, watch)
         if self.session.pos < len(line.tokens):
             return False
-        self.session.mark("prompt")
         self._before = self.transcript.copy()
         self.transcript.go_back(after)
         self.transcript.say(line)
         self.record()
         return True
+
+    def _read_asking(self, line: Line, watch: Watch) -> None:
+        """Read a line that ends where the model is to write, and mark places to come back to."""
+        cue = line.turns[-1].cue
+        if self.drop_reasoning and cue:  # the template draws these tokens otherwise next time
+            without = replace(line.turns[-1], tokens=line.turns[-1].tokens[:-cue])
+            self._sync(line.upto(len(line.turns) - 1).plus(without), watch)
+            self.session.mark("prompt")
+        self._sync(line, watch)
+        if self.session.pos == len(line.tokens):
+            self.session.mark("prompt")
 
     @property
     def open_calls(self) -> tuple[dict[str, Any], ...]:
