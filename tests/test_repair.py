@@ -1,4 +1,4 @@
-"""Tool calls through a real session: repairs inside the record, ends of replies, what is counted."""
+"""Tool calls in a real session: repairs inside the record, ends of replies, what is counted."""
 
 import json
 
@@ -94,7 +94,7 @@ def test_repaired_calls_equal_constrained_decoding(name, temp):
             session.sync(PROMPT)
             session.drafter = drafter
             repairs, calls = len(session.stats.repairs), session.counters.forwards
-            tokens, last, _ = run(session, wrapper)
+            tokens, _last, _ = run(session, wrapper)
             assert tokens == expected[: len(tokens)]
             assert session.tokens == PROMPT + tokens
             made = session.stats.repairs[repairs:]
@@ -148,7 +148,7 @@ def test_without_a_grammar_a_broken_call_is_tried_again_then_given_up_aloud():
     """Parse-only guarding: back to the opening, another attempt, at most `max_repairs` times."""
     session, wrapper, _ = session_for("json_tools", BAD["json_tools"], 1, chaos=0.0)
     attempt = session.attempt
-    tokens, last, events = run(session, wrapper, use_grammar=False, max_repairs=2)
+    _tokens, last, events = run(session, wrapper, use_grammar=False, max_repairs=2)
     assert len(session.stats.repairs) == 2
     assert last.finish_reason == "stop"
     assert "get_weathr" in "".join(e.text for e in events)
@@ -159,7 +159,7 @@ def test_text_that_only_mentions_a_marker_is_shown_whole():
     """Prose with `<tool` in it must not be swallowed or held for ever."""
     script = "Write <tool_call> tags, then <tool. Done"
     session, wrapper, _ = session_for("json_tools", script, 1, chaos=0.0)
-    tokens, last, events = run(session, wrapper)
+    _tokens, last, events = run(session, wrapper)
     assert "".join(e.text for e in events) == script
     assert (last.finish_reason, last.calls) == ("stop", ())
 
