@@ -110,15 +110,16 @@ def _measured(lab: Lab, request: Request) -> report.Report:
 def _checked(lab: Lab, request: Request) -> report.Report:
     from ds4cli.bench import check
 
-    findings = []
+    findings: list[Finding] = []
+    notes: list[str] = []
     contexts = lab.matrix.contexts if request.own_contexts else check.contexts(lab)
-    for finding in check.examine(lab, contexts, request.case):
+    for finding in check.examine(lab, contexts, request.case, notes):
         findings.append(finding)
         if not finding.is_ok:
             _note(f"does not hold: {finding.case} {finding.detail}", request)
     if not findings:
         raise UsageError(f"there is no case `{request.case}`", "take one that a check printed")
-    return report.Report(machine.environment(lab.engine), findings=findings)
+    return report.Report(machine.environment(lab.engine), findings=findings, notes=notes)
 
 
 def _failures(found: report.Report, request: Request, chosen: Settings) -> bool:

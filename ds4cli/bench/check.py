@@ -62,16 +62,26 @@ class Examiner:
     def __init__(self, lab: Lab, reference: Reference, context: int):
         self.lab, self.reference, self.context = lab, reference, context
         self.prompt = lab.text.take(context)
-        self.limit = self._limit()
+        self.noise = self._noise()
+        floor = EXACT_LIMIT if lab.is_exact else HALF_PRECISION_MARGIN
+        self.limit = max(floor, NOISE_FACTOR * self.noise)
 
-    def _limit(self) -> float:
-        """What the stock model differs from itself by, with a margin; never below the constant."""
+    def _noise(self) -> float:
+        """What the stock model differs from itself by when it is fed in long and in short calls."""
         n = min(self.context, 64)
         long = self.reference.rows(self.prompt[:n], [n])
         short = self.reference.rows(self.prompt[:n], call_sizes(n, self.lab.matrix.block, n))
-        noise = max(difference(a, b) for a, b in zip(short, long, strict=True))
-        floor = EXACT_LIMIT if self.lab.is_exact else HALF_PRECISION_MARGIN
-        return max(floor, NOISE_FACTOR * noise)
+        return max(difference(a, b) for a, b in zip(short, long, strict=True))
+
+    def notes(self) -> list[str]:
+        """What a reader must know about the limit."""
+        if self.limit == NOISE_FACTOR * self.noise:
+            return [
+                f"At context {self.context} the stock model differs from itself by "
+                f"{self.noise:.1e} between long and short calls, so {NOISE_FACTOR} times that is "
+                "allowed."
+            ]
+        return []
 
     def finding(self, *where: object, **fields: Any) -> Finding:
         return Finding(":".join(map(str, where)), limit=self.limit, **fields)
@@ -159,8 +169,9 @@ def row(exam: Examiner) -> Iterator[Finding]:
         whole = session.tokens + exam.lab.text.take(ONWARD, at=exam.context)
         rows = exam.reference.rows(whole, [exam.context, *[1] * (len(whole) - exam.context)])
         end = session.pos
-        for pos in [*range(end, exam.context - 1, -1), end]:
-            yield _rewound(exam, session, pos, whole, rows, "row", kept)
+        for pos in range(end, exam.context - 1, -1):
+            yield _rewound(exam, session, pos, whole, rows, "row", kept, "back")
+        yield _rewound(exam, session, end, whole, rows, "row", kept, "forward")
 
 
 def depth(exam: Examiner) -> Iterator[Finding]:
@@ -172,7 +183,7 @@ def depth(exam: Examiner) -> Iterator[Finding]:
     rows = exam.reference.rows(whole, call_sizes(len(whole), chunk, chunk))
     end = session.pos
     dice = random.Random(exam.context)
-    for pos in [*(dice.randint(1, end) for _ in range(DEPTHS)), 1]:
+    for pos in [*dice.sample(range(2, end + 1), min(DEPTHS, end - 1)), 1]:
         session.sync(whole[:end])
         yield _rewound(exam, session, pos, whole, rows, "depth")
 
@@ -305,8 +316,11 @@ def window(cache: Any) -> int:
     return max([getattr(cache, name, 0) for name in sizes] + parts)
 
 
-def examine(lab: Lab, wanted: Sequence[int], case: str | None = None) -> Iterator[Finding]:
-    """All findings, from short contexts to long ones; with `case`, only that one."""
+def examine(
+    lab: Lab, wanted: Sequence[int], case: str | None = None, notes: list[str] | None = None
+) -> Iterator[Finding]:
+    """All findings, from short contexts to long ones; with `case`, only that one. `notes` collects
+    what a reader must know about the limits."""
     names = list(CHECKS)
     if case is not None:
         names, wanted = _parse(case)
@@ -315,6 +329,8 @@ def examine(lab: Lab, wanted: Sequence[int], case: str | None = None) -> Iterato
     for context in wanted:
         lab.refuse_beyond(context + LENGTH + ONWARD)
         exam = Examiner(lab, reference, context)
+        if notes is not None:
+            notes += exam.notes()
         for name in names:
             yield from (f for f in CHECKS[name](exam) if case in (None, f.case))
 

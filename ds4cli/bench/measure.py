@@ -31,7 +31,8 @@ class Row:
 
     unit: "ms", "s", "bytes" or "%". forwards, fed_tokens: the most that one sample took; None where
     nothing was timed. source: how the session went back. match: whether what followed equals a
-    fresh session's text; None where it was not compared.
+    fresh session's text; None where it was not compared. are_repeats: whether the samples are of
+    one thing, so that their spread says how quiet the machine was.
     """
 
     scenario: str
@@ -47,6 +48,7 @@ class Row:
     against: str = ""
     match: bool | None = None
     note: str = ""
+    are_repeats: bool = True
 
     @property
     def key(self) -> tuple[str, int, str, str]:
@@ -137,7 +139,7 @@ def missing(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
 
 def doubts(rows: Sequence[Row]) -> list[str]:
     """What in the samples themselves says that they should not be trusted."""
-    times = [r for r in rows if r.unit in ("ms", "s") and len(r.samples) >= 3]
+    times = [r for r in rows if r.are_repeats and r.unit in ("ms", "s") and len(r.samples) > 2]
     slow = [r for r in times if r.samples[0] > SLOW_FIRST * median(r.samples[1:]) > 0]
     noisy = [r for r in times if r.median and r.mad > NOISY * r.median]
     return [

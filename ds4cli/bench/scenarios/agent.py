@@ -43,7 +43,9 @@ def _rows(way: str, against: str, played: Played, total: int, match: bool | None
     how = Counter(s.source for s in played.repairs if s.source)
     note = ", ".join(f"{n} x {source}" for source, n in how.items())
     case = f"one of {count} boundaries"
-    yield timed(played.repairs, "agent", case, way, match=match, note=note, **shared)
+    yield timed(
+        played.repairs, "agent", case, way, match=match, note=note, are_repeats=False, **shared
+    )
     yield Row("agent", "all boundaries", way, (spent,), unit="s", **shared)
     yield Row("agent", "the whole session", way, (played.seconds,), unit="s", **shared)
     share = 100 * spent / played.seconds if played.seconds else 0.0

@@ -45,12 +45,12 @@ class _Trials:
 
     def run(self, distances: list[int], trial: int) -> None:
         """One trial; every distance starts from the same end."""
-        session, end = self.session, len(self.truth)
+        session = self.session
         session.sync(self.truth[: self.context])
-        self.lab.decode_blocks(session, self.truth, end)
+        self.lab.decode_blocks(session, self.truth, len(self.truth))
         for distance in distances:
             self._go_back(distance, trial)
-            session.rewind(end)
+            session.sync(self.truth)
 
     def _go_back(self, distance: int, trial: int) -> None:
         lab, session = self.lab, self.session
