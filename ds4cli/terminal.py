@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from ds4cli.session import Stats
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+out = Console(highlight=False, emoji=False)
+err = Console(stderr=True, highlight=False, emoji=False)
 
 EXIT_INTERRUPTED = 130
 SHOW_CURSOR = b"\x1b[?25h"
