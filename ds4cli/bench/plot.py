@@ -25,11 +25,15 @@ def refuse_suffix(path: Path) -> None:
         raise UsageError(f"`--plot` cannot write `{path}`", f"use {' or '.join(SUFFIXES)}")
 
 
+def _is_shown(row: Row) -> bool:
+    return row.scenario == "rewind" and row.way in COLOURS
+
+
 def curves(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
     """The rows of the rewind scenario by way and context, by distance."""
     found: dict[tuple[str, int], list[Row]] = {}
     for row in sorted(rows, key=lambda r: r.distance_tokens):
-        if row.scenario == "rewind":
+        if _is_shown(row):
             found.setdefault((row.way, row.context_tokens), []).append(row)
     return found
 
@@ -38,7 +42,7 @@ def by_context(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
     """The rows of the rewind scenario by way and distance, by context; where contexts differ."""
     found: dict[tuple[str, int], list[Row]] = {}
     for row in sorted(rows, key=lambda r: r.context_tokens):
-        if row.scenario == "rewind":
+        if _is_shown(row):
             found.setdefault((row.way, row.distance_tokens), []).append(row)
     return {key: line for key, line in found.items() if len(line) > 1}
 
@@ -93,7 +97,7 @@ def _styles() -> Iterable[Any]:
 
 def chart(rows: Sequence[Row]) -> str:
     """Bars on a logarithmic scale, one a row: the longer, the slower."""
-    shown = [r for r in rows if r.scenario == "rewind"]
+    shown = [r for r in rows if _is_shown(r)]
     if not shown:
         return "nothing to draw: the picture shows the scenario `rewind`"
     low = min(math.log10(max(r.median, 1e-6)) for r in shown)

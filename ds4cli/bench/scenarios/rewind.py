@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import median
 from typing import TYPE_CHECKING
 
 from ds4cli.bench.measure import Row, Sample, timed
 
 if TYPE_CHECKING:
     from ds4cli.bench.lab import Lab
+
+STEP = "one token decoded"
 
 
 def rewind(lab: Lab) -> Iterator[Row]:
@@ -26,6 +29,7 @@ def _in_context(lab: Lab, context: int) -> Iterator[Row]:
         trials.run([*range(1, matrix.block + 1), *deeper], trial)
     for distance in trials.back:
         yield from trials.rows(distance)
+    yield timed(trials.step, "rewind", STEP, "decode", context_tokens=context)
 
 
 class _Trials:
@@ -42,6 +46,7 @@ class _Trials:
         self.back: dict[int, list[Sample]] = {}
         self.rebuilt: dict[int, list[Sample]] = {}
         self.match: dict[int, bool] = {}
+        self.step: list[Sample] = []
 
     def run(self, distances: list[int], trial: int) -> None:
         """One trial; every distance starts from the same end."""
@@ -51,6 +56,9 @@ class _Trials:
         for distance in distances:
             self._go_back(distance, trial)
             session.sync(self.truth)
+        step = self.lab.sample(session, lambda: session.step(drafts=[]))
+        if trial >= 0:
+            self.step.append(step)
 
     def _go_back(self, distance: int, trial: int) -> None:
         lab, session = self.lab, self.session
@@ -72,8 +80,17 @@ class _Trials:
         inside = f", {block - distance} of {block} rows kept" if distance <= block else ""
         shared = {"context_tokens": self.context, "distance_tokens": distance}
         samples = self.back[distance]
-        match = self.match[distance]
+        share = median(s.seconds for s in samples) / median(s.seconds for s in self.step)
         case = f"back {distance}{inside}"
-        yield timed(samples, "rewind", case, "reuse", against="rebuild", match=match, **shared)
+        yield timed(
+            samples,
+            "rewind",
+            case,
+            "reuse",
+            against="rebuild",
+            match=self.match[distance],
+            note=f"{share:.2f} decode steps",
+            **shared,
+        )
         rebuilt = self.rebuilt[max(distance, block)]
         yield timed(rebuilt, "rewind", case, "rebuild", **shared)
