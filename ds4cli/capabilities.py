@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
+from ds4cli.caches import LayerAdapter
+from ds4cli.tape import Recorder
 from ds4cli.timeline import Timeline
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """All layers of one cache kind: how many, how they go back."""
+    """All layers of one cache kind: how many, how they go back, what a position costs them all.
+
+    bytes_per_token: cache rows, and for recurrent layers the tape's rows within the horizon; 0 for
+    a window, whose size is fixed.
+    """
 
     kind: str
     count: int
     how: str
+    bytes_per_token: int
+
+    def __str__(self) -> str:
+        cost = f" ({self.bytes_per_token:,} bytes a token)" if self.bytes_per_token else ""
+        return f"{self.count} x {self.kind}: {self.how}{cost}"
 
 
 @dataclass(frozen=True)
@@ -23,7 +32,7 @@ class Capabilities:
     """How a model rewinds.
 
     layers: per cache kind. recurrences: what the tape replays. max_rollback: positions that are
-    always free to go back to (None: any depth). refused: what this model cannot do, and why.
+    always free to go back to (None: any depth, by a cut). refused: what does not work, and why.
     """
 
     layers: list[LayerKind]
@@ -32,18 +41,29 @@ class Capabilities:
     refused: list[str]
 
     def __str__(self) -> str:
-        lines = [f"{layer.count} x {layer.kind}: {layer.how}" for layer in self.layers]
+        lines = [str(layer) for layer in self.layers]
         if self.recurrences:
             lines.append("replayed recurrences: " + ", ".join(self.recurrences))
         free = "any depth" if self.max_rollback is None else f"the last {self.max_rollback} tokens"
         return "\n".join([*lines, f"free to go back: {free}", *self.refused])
 
 
-def survey(timeline: Timeline, recorder: Any) -> Capabilities:
-    """Read the capabilities off an empty timeline."""
-    counts = Counter(a.kind for a in timeline.adapters)
-    how = {a.kind: a.describe() for a in timeline.adapters}
-    layers = [LayerKind(kind, n, how[kind]) for kind, n in counts.items()]
-    recurrences = list(recorder.families) if recorder is not None else []
-    rollback = None if timeline.can_cut else timeline.limits.horizon_tokens
-    return Capabilities(layers, recurrences, rollback, [])
+def survey(timeline: Timeline, recorder: Recorder | None) -> Capabilities:
+    """Find the capabilities out with one model call on two tokens. `timeline` is used up."""
+    timeline.sync([0, 0])
+    kinds: dict[str, list[LayerAdapter]] = {}
+    for adapter in timeline.adapters:
+        kinds.setdefault(adapter.kind, []).append(adapter)
+    layers = [_layer_kind(timeline, kind, adapters) for kind, adapters in kinds.items()]
+    recurrences = [] if recorder is None else list(recorder.families)
+    refused = []
+    if "recurrent" in kinds and recorder is None:
+        refused.append("recurrent layers: no replay, going back feeds tokens again")
+    return Capabilities(layers, recurrences, timeline.free_tokens(), refused)
+
+
+def _layer_kind(timeline: Timeline, kind: str, adapters: list[LayerAdapter]) -> LayerKind:
+    cost = sum(a.bytes_per_token() for a in adapters)
+    if kind == "recurrent":
+        cost = timeline.tape_bytes_per_token
+    return LayerKind(kind, len(adapters), adapters[0].describe(), cost)

@@ -9,6 +9,7 @@ blas.preload()  # before anything imports mlx.core
 # ruff: noqa: E402
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,12 @@ class Engine(Vocabulary):
         self._draft = draft
         if settings.kv_bits is not None:
             check_kv_bits(model, settings.kv_bits, settings.kv_group_size)
-        armed = Armed.of(model)
-        self.notices += armed.notices
-        self.capabilities: Capabilities = survey(self._timeline(model), armed.recorder)
+        self.notices += Armed.of(model).notices
+
+    @cached_property
+    def capabilities(self) -> Capabilities:
+        """How this model goes back, and what that costs; found out when first asked for."""
+        return survey(self._timeline(self.model), Armed.of(self.model).recorder)
 
     @classmethod
     def load(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -45,8 +46,9 @@ class Segment:
         """The lowest position whose logits row this segment keeps; end + 1 where it keeps none."""
         return self.end + 1 - (0 if self.logits is None else self.logits.shape[0])
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
+        """Bytes of tape, logits and base."""
         tape = 0 if self.tape is None else self.tape.nbytes
         logits = 0 if self.logits is None else self.logits.nbytes
         return tape + logits + slots_nbytes(self.base or [])

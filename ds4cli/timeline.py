@@ -19,7 +19,7 @@ import mlx.core as mx
 from ds4cli import heads
 from ds4cli.caches import LayerAdapter, adapt, build_caches, nest
 from ds4cli.errors import StateError
-from ds4cli.horizon import Horizon, Segment, slots_nbytes
+from ds4cli.horizon import Horizon, Segment
 from ds4cli.rewind import (
     Frontier,
     Ladder,
@@ -116,7 +116,8 @@ class Timeline:
         self.counters = Counters()
         self.recording = True
         self._kv = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
-        self._row_bytes = 0
+        self.tape_bytes_per_token = 0
+        self._base_bytes = 0
         self._logits_row_bytes = 0
         self._set_caches(build_caches(model, limits.slack_tokens, **self._kv))
         self._start_empty()
@@ -258,10 +259,11 @@ class Timeline:
 
     def _measure(self, block: _Block) -> None:
         """Learn the tape's bytes per row, and space the bases by what one base costs."""
-        if block.tape is not None and not self._row_bytes:
-            self._row_bytes = max(1, block.tape.nbytes // max(1, len(block.feed)))
-        if block.start and block.slots:
-            affordable = DENSE_BASES * slots_nbytes(block.slots) <= self.horizon.budget_bytes // 4
+        if block.tape is not None and not self.tape_bytes_per_token:
+            self.tape_bytes_per_token = max(1, block.tape.nbytes // max(1, len(block.feed)))
+        if block.slots and not self._base_bytes:
+            self._base_bytes = sum(x.nbytes for a in self._recurrent for x in a.arrays())
+            affordable = DENSE_BASES * self._base_bytes <= self.horizon.budget_bytes // 4
             self.horizon.spacing = 64 if affordable else self.horizon.limit
 
     def _forget_ahead(self) -> None:
@@ -465,6 +467,17 @@ class Timeline:
             self.record, self.horizon, self.ladder = was.record, was.horizon, was.ladder
             raise
 
+    def free_tokens(self) -> int | None:
+        """How far back is always free: no model call, whatever was generated. None: any depth, by
+        a cursor. Known after the first call, which shows what a position costs."""
+        if self.can_cut:
+            return None
+        if self._recurrent and self.recorder is None:
+            return 0
+        cost = self.tape_bytes_per_token + self._logits_row_bytes
+        affordable = (self.horizon.budget_bytes - self._base_bytes) // max(1, cost)
+        return max(0, min(self.limits.horizon_tokens, affordable))
+
     # -- branches and files -----------------------------------------------------------------------
 
     def fork(self) -> Timeline:
@@ -505,8 +518,10 @@ class Timeline:
     def _last_call_tokens(self) -> int:
         """How many rows the final call of a feed may keep tape and logits for."""
         affordable = self.limits.chunk_tokens
-        if self._row_bytes:
-            affordable = min(affordable, self.horizon.budget_bytes // (2 * self._row_bytes))
+        if self.tape_bytes_per_token:
+            affordable = min(
+                affordable, self.horizon.budget_bytes // (2 * self.tape_bytes_per_token)
+            )
         if self._logits_row_bytes:
             affordable = min(affordable, MAX_CALL_LOGITS_BYTES // self._logits_row_bytes)
         return max(1, affordable)
