@@ -19,8 +19,8 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from ds4cli import __version__, settings, terminal
-from ds4cli.errors import DS4Error
-from ds4cli.options import Run, with_settings
+from ds4cli.errors import DS4Error, UsageError
+from ds4cli.options import Run, long_flag, refuse_both, with_settings
 from ds4cli.settings import OPTIONS, OUTPUT
 
 
@@ -118,6 +118,31 @@ NoStream = Annotated[
     bool, typer.Option("--no-stream", help="Print the reply when done.", rich_help_panel=OUTPUT)
 ]
 
+BATCHES = "Batches"
+
+
+def _batch(help: str, *flags: str, metavar: str | None = None) -> Any:
+    return typer.Option(*flags, help=help, metavar=metavar, rich_help_panel=BATCHES)
+
+
+BatchFile = Annotated[
+    str | None,
+    _batch("Answer each line of a JSONL file; - reads standard input.", "--batch", metavar="FILE"),
+]
+OutputFile = Annotated[
+    str | None,
+    _batch("Write the answers there, not to stdout.", "--output", "-o", metavar="FILE"),
+]
+PlainLines = Annotated[bool, _batch("Every line is a prompt, not JSON.", "--lines")]
+Group = Annotated[bool, _batch("Answer prompts that begin alike one after the other.", "--group")]
+Resume = Annotated[
+    bool, _batch("Go on with --output: keep what is good, make the rest.", "--resume")
+]
+Force = Annotated[
+    bool, _batch("Write over --output; with --resume, go on in spite of changes.", "--force")
+]
+FailFast = Annotated[bool, _batch("Stop at the first line that fails.", "--fail-fast")]
+
 
 @app.callback()
 def main(
@@ -145,8 +170,22 @@ def generate(
     ] = None,
     as_json: Json = False,
     no_stream: NoStream = False,
+    batch: BatchFile = None,
+    output: OutputFile = None,
+    lines: PlainLines = False,
+    group: Group = False,
+    resume: Resume = False,
+    force: Force = False,
+    fail_fast: FailFast = False,
 ) -> None:
-    """Answer one prompt. Piped text comes first, then files, then the prompt."""
+    """Answer one prompt, or a batch. Piped text comes first, then files, then the prompt."""
+    switches = dict(output=output, lines=lines, group=group, resume=resume, force=force,
+                    fail_fast=fail_fast)  # fmt: skip
+    if batch is not None:
+        refuse_both(batch=True, prompt=bool(prompt or prompt_option), file=bool(file))
+        raise typer.Exit(_run_batch(run, batch, **switches))
+    for name in (name for name, value in switches.items() if value):
+        raise UsageError(f"`{long_flag(name)}` needs `--batch`", "name the file with the prompts")
     from ds4cli import generate as task
 
     request = task.Request(
@@ -158,6 +197,15 @@ def generate(
         verbose=run.verbose,
     )
     raise typer.Exit(task.run(request, run.settings))
+
+
+def _run_batch(run: Run, source: str, output: str | None, lines: bool, **switches: bool) -> int:
+    from ds4cli import batch as task
+
+    request = task.Request(
+        source, output or "-", lines, quiet=run.quiet, verbose=run.verbose, **switches
+    )
+    return task.run(request, run.settings)
 
 
 @app.command()

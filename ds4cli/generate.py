@@ -245,13 +245,17 @@ def complete(
     cancel: Callable[[], bool],
     writer: terminal.ReplyWriter | None,
     guard: Guard | None = None,
+    **limits: Any,
 ) -> Completion:
-    """Generate to the end; `writer` sees every piece when it is made."""
+    """Generate to the end; `writer` sees every piece when it is made.
+
+    limits: `max_tokens` and `stop`, where they are not the session's own.
+    """
     completion = Completion()
     if cancel():
         completion.finish_reason = "cancelled"
         return completion
-    for event in session.stream(cancel=cancel, guard=guard):
+    for event in session.stream(cancel=cancel, guard=guard, **limits):
         pieces = split.push(event.text)
         if event.finish_reason is not None:
             pieces += split.flush()

@@ -24,7 +24,8 @@ LAYERS = (
     ("session",),
     ("engine",),
     ("terminal", "options"),
-    ("generate", "chat", "batch", "bench"),
+    ("generate", "chat", "bench"),
+    ("batch",),
     ("cli",),
     ("__init__", "__main__"),
 )
@@ -46,6 +47,11 @@ WITHOUT_MLX = (
     "tools/parse.py",
     "tools/formats.py",
     "tools/declared.py",
+    "batch/requests.py",
+    "batch/grouping.py",
+    "batch/replies.py",
+    "batch/results.py",
+    "batch/lines.py",
 )
 MAX_FUNCTION_LINES = 60
 

@@ -1,0 +1,149 @@
+"""`ds4cli generate --batch`: JSON lines in, JSON lines out.
+
+lines.py     input lines from a file or a pipe
+requests.py  a line -> Item, checked
+grouping.py  working order, and where prompts branch
+runner.py    answers items with one session
+replies.py   output lines, and what made them
+results.py   output, durable and resumable
+progress.py  how far it is
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ds4cli import generate, terminal
+from ds4cli.batch import replies
+from ds4cli.batch.lines import Lines, open_lines, take_block
+from ds4cli.batch.progress import BatchProgress
+from ds4cli.batch.requests import Item, Names, Warnings, is_blank, parse
+from ds4cli.batch.results import Results, open_results
+from ds4cli.batch.runner import Planner, Runner, model_fingerprint
+from ds4cli.errors import Interrupted, UsageError
+from ds4cli.settings import Settings
+
+if TYPE_CHECKING:
+    from ds4cli.engine import Engine
+    from ds4cli.tools import Tool
+
+RESUME_HINT = "go on with the same command and `--resume`"
+
+
+@dataclass(frozen=True)
+class Request:
+    """A batch. source, output: file names, or `-`. plain: every line is a prompt.
+
+    group: answer prompts with a common beginning one after the other. resume: keep the good results
+    in `output`; force: even if other settings made them, or without `resume`, write over them.
+    """
+
+    source: str
+    output: str = "-"
+    plain: bool = False
+    group: bool = False
+    resume: bool = False
+    force: bool = False
+    fail_fast: bool = False
+    quiet: bool = False
+    verbose: bool = False
+
+
+def run(request: Request, settings: Settings) -> int:
+    """Check the input, load, answer. Returns the exit code: 1 if a line failed."""
+    tools = generate.read_tools(settings.tools)
+    lines = open_lines(request.source)
+    _refuse_same_file(request)
+    results = open_results(request.output, request.resume, request.force)
+    try:
+        total = _look_through(lines, request.plain, results)
+        results.begin(replies.made_with(settings, tools))
+        if total == 0:
+            return 0
+        engine = generate.load_engine(settings, quiet=request.quiet, verbose=request.verbose)
+        results.check_model(model_fingerprint(engine))
+        return _answer(request, engine, tools, lines, results, total)
+    finally:
+        results.close()
+
+
+def _refuse_same_file(request: Request) -> None:
+    names = request.source, request.output
+    if "-" not in names and all(map(os.path.exists, names)) and os.path.samefile(*names):
+        raise UsageError(f"`{request.output}` is the input", "give another `--output`")
+
+
+def _look_through(lines: Lines, plain: bool, results: Results) -> int | None:
+    """Check the names of all lines, or of what has arrived from a pipe; count them."""
+    names, total = Names(), 0
+    for number, raw in lines.preview():
+        if is_blank(raw):
+            continue
+        item = parse(number, raw, plain)
+        if not names.add(item):
+            raise UsageError(
+                f"line {number}: `custom_id` `{item.custom_id}` is taken by an earlier line",
+                "every line needs its own",
+            )
+        results.check(item)
+        total += 1
+    return None if lines.is_pipe else total
+
+
+def _answer(
+    request: Request,
+    engine: Engine,
+    tools: Sequence[Tool],
+    lines: Lines,
+    results: Results,
+    total: int | None,
+) -> int:
+    planner = Planner(engine, engine.settings, tools, request.group)
+    with terminal.Interrupts() as interrupted:
+        runner = Runner(engine, planner, results, interrupted)
+        progress = BatchProgress(runner.tally, total, not request.quiet)
+        blocks = _blocks(request, engine.settings, lines, interrupted)
+        try:
+            with progress:
+                runner.run(blocks, progress, request.fail_fast)
+        except Interrupted:
+            _say(request, f"stopped: {progress.summary()}")
+            _say(request, RESUME_HINT if results.is_file else "")
+            return terminal.EXIT_INTERRUPTED
+    unused = results.finish()
+    _say(request, progress.summary())
+    if unused:
+        _say(request, f"{unused:,} results of earlier runs belong to no line of the input; "
+             f"they are in `{request.output}.waiting`")  # fmt: skip
+    return 1 if runner.tally.failed else 0
+
+
+def _say(request: Request, text: str) -> None:
+    if text and not request.quiet:
+        terminal.note(text)
+
+
+def _blocks(
+    request: Request, settings: Settings, lines: Lines, cancel: Callable[[], bool]
+) -> Iterator[list[Item]]:
+    """The items of the input, block by block."""
+    warnings = Warnings(lambda text: _say(request, text), settings.model)
+    names = Names() if lines.is_pipe else None
+    while taken := take_block(lines, request.group, cancel):
+        items = [parse(n, raw, request.plain) for n, raw in taken if not is_blank(raw)]
+        if names is not None:
+            items = [_refuse_second(item, names) for item in items]
+        for item in items:
+            warnings.look_at(item)
+        yield items
+
+
+def _refuse_second(item: Item, names: Names) -> Item:
+    """The item, or an error in its place if its name came before: on a pipe, that shows late."""
+    if names.add(item):
+        return item
+    error = f"`custom_id` `{item.custom_id}` is taken by an earlier line"
+    return replace(item, custom_id=f"line-{item.number}", error=error)

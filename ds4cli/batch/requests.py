@@ -1,0 +1,297 @@
+"""Input lines become items: parsed, checked, and named. Pure: no model, no mlx.
+
+A line is an OpenAI batch line (`custom_id`, `url`, `body`), a body alone (`{"prompt": ...}` or
+`{"messages": [...]}`, with or without `custom_id`), or, with `--lines`, the prompt itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ds4cli import settings as all_settings
+from ds4cli.errors import UsageError
+from ds4cli.settings import Settings
+
+if TYPE_CHECKING:
+    from ds4cli.tools import Tool
+
+# A body's fields that set something for this line only, and the settings they set.
+OVERRIDES = {
+    "max_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "logit_bias": "logit_bias",
+    "seed": "seed",
+    "stop": "stop",
+}
+BODY_FIELDS = {*OVERRIDES, "messages", "prompt", "tools", "tool_choice", "n", "model"}
+LINE_FIELDS = {"custom_id", "method", "url", "body"}
+CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
+MAX_COMPLETIONS = 128
+
+Warn = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One input line. digest: hex, of all that the line asks for.
+
+    Either `error` says what is wrong with it, or one of `messages` and `prompt` is there.
+    is_chat: the answer has the shape of a chat completion, not of a text completion.
+    unknown: names of fields that nothing reads. tools: None where the line says nothing.
+    """
+
+    number: int
+    custom_id: str
+    digest: str
+    messages: tuple[dict[str, Any], ...] = ()
+    prompt: str | None = None
+    is_chat: bool = True
+    overrides: dict[str, Any] = field(default_factory=dict)
+    n: int = 1
+    tools: tuple[Tool, ...] | None = None
+    model: str | None = None
+    unknown: tuple[str, ...] = ()
+    error: str = ""
+
+    def settings(self, base: Settings) -> Settings:
+        """The settings that answer this item. Its seed comes from the run's seed and its name,
+        so it does not depend on what else is answered, or when."""
+        seed = derived_seed(base.seed, self.custom_id)
+        return replace(base, **{"seed": seed, **self.overrides})
+
+
+def derived_seed(seed: int, custom_id: str) -> int:
+    """63 bits from a run's seed and a request's name, the same everywhere."""
+    digest = hashlib.blake2b(f"{seed}:{custom_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def is_blank(raw: bytes) -> bool:
+    """Whether a line holds no request at all: such lines have no answer."""
+    return not raw.strip()
+
+
+def parse(number: int, raw: bytes, plain: bool = False) -> Item:
+    """The item of one line. Whatever is wrong with it stands in `error`; nothing is raised."""
+    if number == 1:
+        raw = raw.removeprefix(b"\xef\xbb\xbf")
+    default_id = f"line-{number}"
+    try:
+        line = _line(raw, plain)
+    except UsageError as error:
+        return Item(number, default_id, _digest(default_id, repr(raw)), error=error.message)
+    custom_id = line.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        custom_id = default_id
+    digest = _digest(custom_id, line)
+    try:
+        return _item(number, custom_id, digest, line)
+    except UsageError as error:
+        return Item(number, custom_id, digest, error=error.message)
+
+
+def _line(raw: bytes, plain: bool) -> dict[str, Any]:
+    """The line as an object. UsageError unless it is one, in Unicode that can be written again."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"not UTF-8: byte {error.start}") from None
+    if plain:
+        return {"prompt": text.rstrip("\r\n")}
+    try:
+        line = json.loads(text)
+        json.dumps(line, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UsageError("half of a surrogate pair stands alone in it") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"not JSON: {error}") from None
+    if not isinstance(line, dict):
+        raise UsageError("not a JSON object")
+    return line
+
+
+def _digest(custom_id: str, content: Any) -> str:
+    text = json.dumps([custom_id, content], ensure_ascii=False, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def _item(number: int, custom_id: str, digest: str, line: dict[str, Any]) -> Item:
+    if line.get("custom_id", custom_id) != custom_id:
+        raise UsageError("`custom_id` wants text")
+    body, is_chat, unknown = _body(line)
+    body = {name: value for name, value in body.items() if value is not None}
+    messages, prompt = _content(body, is_chat)
+    return Item(
+        number,
+        custom_id,
+        digest,
+        messages,
+        prompt,
+        is_chat=is_chat,
+        overrides=_overrides(body),
+        n=_count(body.get("n", 1)),
+        tools=_tools(body),
+        model=body.get("model"),
+        unknown=tuple(unknown + _unknown(body, BODY_FIELDS)),
+    )
+
+
+def _body(line: dict[str, Any]) -> tuple[dict[str, Any], bool, list[str]]:
+    """What is asked for, whether as a chat, and unknown fields around it."""
+    if "body" not in line:
+        return {k: v for k, v in line.items() if k != "custom_id"}, True, []
+    url, body = line.get("url", CHAT_URL), line["body"]
+    if not isinstance(body, dict):
+        raise UsageError("`body` is not an object")
+    if url not in (CHAT_URL, COMPLETION_URL):
+        raise UsageError(f"`url` is `{url}`, not `{CHAT_URL}` or `{COMPLETION_URL}`")
+    if line.get("method", "POST") != "POST":
+        raise UsageError(f"`method` is `{line['method']}`, not `POST`")
+    return body, url == CHAT_URL, _unknown(line, LINE_FIELDS)
+
+
+def _unknown(given: dict[str, Any], known: set[str]) -> list[str]:
+    # `"stream": false` is what happens anyway.
+    return [
+        name for name in given if name not in known and (name, given[name]) != ("stream", False)
+    ]
+
+
+def _content(body: dict[str, Any], is_chat: bool) -> tuple[tuple[dict[str, Any], ...], str | None]:
+    if ("messages" in body) == ("prompt" in body):
+        raise UsageError("it needs `messages` or `prompt`, and not both")
+    if "prompt" in body:
+        prompt = body["prompt"]
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise UsageError("`prompt` wants text, and some of it")
+        return (), prompt
+    if not is_chat:
+        raise UsageError(f"`{COMPLETION_URL}` wants a `prompt`")
+    messages = body["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise UsageError("`messages` wants a list of messages")
+    return tuple(_message(m, i) for i, m in enumerate(messages)), None
+
+
+def _message(message: Any, index: int) -> dict[str, Any]:
+    where = f"`messages[{index}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise UsageError(f"{where}` wants a `role` and a `content`")
+    content = _text(message.get("content"), where)
+    if content is None and not message.get("tool_calls"):
+        raise UsageError(f"{where}.content` wants text")
+    message = {**message, "content": content or ""}
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
+    return message
+
+
+def _text(content: Any, where: str) -> str | None:
+    """Text, or the joined texts of parts."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise UsageError(f"{where}.content` wants text")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise UsageError(f"{where}.content` may hold text parts only")
+    return "".join(str(part.get("text", "")) for part in content)
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    """A call of an earlier turn, its arguments as an object, which is what templates take."""
+    try:
+        function = dict(call["function"])
+        if isinstance(function["arguments"], str):
+            function["arguments"] = json.loads(function["arguments"])
+    except (KeyError, TypeError, ValueError):
+        raise UsageError(f"{where}.tool_calls` are not calls in OpenAI's form") from None
+    return {**call, "function": function}
+
+
+def _overrides(body: dict[str, Any]) -> dict[str, Any]:
+    """Settings that the body changes, checked; the later of two names of one setting counts."""
+    found = {}
+    for name, setting in OVERRIDES.items():
+        if name in body:
+            found[setting] = all_settings.check(setting, body[name], name)
+    return found
+
+
+def _count(n: Any) -> int:
+    if type(n) is not int or not 1 <= n <= MAX_COMPLETIONS:
+        raise UsageError(f"`n` cannot be `{n}`: it wants a number from 1 to {MAX_COMPLETIONS}")
+    return n
+
+
+def _tools(body: dict[str, Any]) -> tuple[Tool, ...] | None:
+    choice = body.get("tool_choice", "auto")
+    if choice == "none":
+        return ()
+    if choice != "auto":
+        raise UsageError("`tool_choice` may be `auto` or `none`")
+    if not body.get("tools"):
+        return None
+    from ds4cli.tools import tools_of
+
+    return tuple(tools_of(body["tools"], "`tools`"))
+
+
+class Warnings:
+    """Says once for each name that a field is not read."""
+
+    def __init__(self, warn: Warn, model: str):
+        self._warn = warn
+        self._model = model
+        self._said: set[str] = set()
+
+    def look_at(self, item: Item) -> None:
+        for name in item.unknown:
+            self._once(name, f"line {item.number}: nothing reads `{name}`; it is ignored")
+        if item.model not in (None, self._model):
+            self._once("model", f"line {item.number}: `{self._model}` answers, not `{item.model}`")
+
+    def _once(self, name: str, text: str) -> None:
+        if name not in self._said:
+            self._said.add(name)
+            self._warn(text)
+
+
+class Names:
+    """The names used so far: a second use is refused."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def add(self, item: Item) -> bool:
+        """False if an earlier line has the same name."""
+        key = name_key(item.custom_id)
+        is_new = key not in self._seen
+        self._seen.add(key)
+        return is_new
+
+
+def name_key(custom_id: str) -> int:
+    """64 bits of a name: what is remembered of each of very many."""
+    return int.from_bytes(hashlib.blake2b(custom_id.encode(), digest_size=8).digest(), "big")
+
+
+def as_messages(item: Item, system: str | None) -> list[dict[str, Any]]:
+    """The item's messages, behind the system text unless it brings its own."""
+    messages: Sequence[dict[str, Any]] = item.messages
+    if item.prompt is not None:
+        messages = [{"role": "user", "content": item.prompt.rstrip("\n")}]
+    if system and messages[0]["role"] not in ("system", "developer"):
+        messages = [{"role": "system", "content": system}, *messages]
+    return list(messages)

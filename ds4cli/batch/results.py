@@ -1,0 +1,382 @@
+"""Where output lines go: in input order, each durable once it is written.
+
+A file is only appended to, line by line, each followed by a sync, so that a killed run leaves whole
+lines and at most one torn one at the end. A result that is finished before its turn waits in
+`OUTPUT.waiting`, written the same way. To resume, both are read: good results are kept, whatever
+their order, failed and torn ones are made again. Every result says what made it (`settings`,
+`system_fingerprint`) and for which request (`id`), so nothing else has to be kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+import sys
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ds4cli.batch.replies import differences, request_id
+from ds4cli.batch.requests import Item, name_key
+from ds4cli.errors import DS4Error, UsageError
+
+FORCE_HINT = "use another `--output`, or `--force` to go on with what differs"
+
+
+class StreamResults:
+    """Results to a pipe or a device. What is finished before its turn is held in memory."""
+
+    is_file = False
+
+    def __init__(self, stream: BinaryIO):
+        self._stream = stream
+        self._turns: deque[str] = deque()
+        self._held: dict[str, bytes] = {}
+
+    def check(self, item: Item) -> None:
+        """There are no earlier results."""
+
+    def begin(self, settings: dict[str, Any]) -> None:
+        """Nothing to prepare."""
+
+    def check_model(self, fingerprint: str) -> None:
+        """There are no earlier results."""
+
+    def expect(self, item: Item) -> bool:
+        """The item's result comes after those expected before; False: it has to be made."""
+        self._turns.append(item.custom_id)
+        return False
+
+    def put(self, item: Item, line: bytes) -> None:
+        """Write an item's output line at its turn."""
+        self._held[item.custom_id] = line
+        while self._turns and self._turns[0] in self._held:
+            view = memoryview(self._held.pop(self._turns.popleft()))
+            while view:  # an unbuffered stream may take a part
+                view = view[self._stream.write(view) or 0 :]
+            self._stream.flush()
+
+    def finish(self) -> int:
+        """All lines have their result. The number of results that belong to none."""
+        return 0
+
+    def close(self) -> None:
+        """The stream stays open: it is the caller's."""
+
+
+class FileResults:
+    """Results in a file."""
+
+    is_file = True
+
+    def __init__(self, path: Path, resume: bool, force: bool):
+        self.path = path
+        self._resume, self._force = resume, force
+        self._out = _Log(path)
+        self._later = _Log(path.with_name(path.name + ".waiting"))
+        self._turns: deque[int] = deque()
+        self._earlier = _Earlier()
+        self._is_in_order = False
+        if self._out.exists():
+            self._out.open(create=False)
+            self._read_earlier()
+
+    def _read_earlier(self) -> None:
+        if self._resume:
+            self._earlier.scan(self._out, in_order=True, force=self._force)
+        elif self._out.size() and not self._force:
+            hint = "`--resume` goes on with it, `--force` starts again"
+            raise UsageError(f"`{self.path}` has results already", hint)
+        if self._resume and self._later.exists():
+            self._later.open(create=False)
+            self._earlier.scan(self._later, in_order=False, force=self._force)
+
+    def check(self, item: Item) -> None:
+        """UsageError if the result in the file answers another request of the same name."""
+        if not self._force and self._earlier.answers_another(item):
+            raise UsageError(
+                f"line {item.number}: `{item.custom_id}` in `{self.path}` answers another request",
+                FORCE_HINT,
+            )
+
+    def begin(self, settings: dict[str, Any]) -> None:
+        """Open the file to write. UsageError if earlier results were made with other settings."""
+        found = [d for then in self._earlier.made_with for d in differences(then, settings)]
+        self._refuse_others(found)
+        self._out.open(create=True)
+        if not self._resume:
+            self._out.cut(0)
+            self._later.remove()
+
+    def check_model(self, fingerprint: str) -> None:
+        """UsageError if earlier results were made with another model."""
+        others = self._earlier.fingerprints - {fingerprint}
+        self._refuse_others(["another model" for _ in others])
+
+    def _refuse_others(self, found: list[str]) -> None:
+        if found and not self._force:
+            words = ", ".join(dict.fromkeys(found))
+            raise UsageError(f"`{self.path}` was made with {words}", FORCE_HINT)
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def expect(self, item: Item) -> bool:
+        """The item's result comes after those expected before; False: it has to be made."""
+        self.check(item)
+        key = name_key(item.custom_id)
+        if self._earlier.is_next(key):
+            return True
+        self._set_rest_aside()
+        done = key in self._earlier.places
+        self._turns.append(key)
+        self._settle()
+        return done
+
+    def put(self, item: Item, line: bytes) -> None:
+        """Write an item's output line, at its place or to wait for its turn."""
+        key = name_key(item.custom_id)
+        if self._turns[0] == key:
+            self._turns.popleft()
+            self._out.append(line)
+            self._settle()
+        else:
+            self._later.open(create=True)
+            self._earlier.places[key] = ~self._later.append(line)
+
+    def _settle(self) -> None:
+        """Move results whose turn has come from the waiting ones to the output."""
+        while self._turns and self._turns[0] in self._earlier.places:
+            place = self._earlier.places.pop(self._turns.popleft())
+            self._out.append(self._later.line_at(~place))
+
+    def _set_rest_aside(self) -> None:
+        """From here on the file is not as it has to be: good results wait, the rest goes."""
+        if self._is_in_order:
+            return
+        self._is_in_order = True
+        end, rest = self._earlier.rest()
+        if rest:
+            self._later.open(create=True)
+        for key in rest:
+            line = self._out.line_at(self._earlier.places[key])
+            self._earlier.places[key] = ~self._later.append(line, sync=False)
+        self._later.sync()
+        if end != self._out.size():
+            self._out.cut(end)
+
+    def finish(self) -> int:
+        """All lines have their result. The number of earlier results that belong to none."""
+        self._set_rest_aside()
+        unused = len(self._earlier.places)
+        if not unused:
+            self._later.remove()
+        return unused
+
+    def close(self) -> None:
+        self._out.close()
+        self._later.close()
+
+    @property
+    def waiting_path(self) -> Path:
+        return self._later.path
+
+
+class _Earlier:
+    """Results of earlier runs. places: name -> where its good result begins in the output, or,
+    as ~offset, among the waiting ones.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[int, int] = {}
+        self.made_with: list[dict[str, Any]] = []
+        self.fingerprints: set[str] = set()
+        self._requests: dict[int, int] = {}
+        self._order = array("Q")  # names in the output's order; 0 for a line that is no good
+        self._starts = array("q")
+        self._next = 0
+        self._end = 0
+
+    def scan(self, log: _Log, in_order: bool, force: bool) -> None:
+        """Read a file of results; a line without an end is torn, and is nothing."""
+        for number, start, raw in log.lines():
+            result = _read(raw)
+            if result is None and not force:
+                raise UsageError(
+                    f"line {number} of `{log.path}` is no result of a batch",
+                    "name the output of the run to go on with",
+                )
+            key = name_key(result["custom_id"]) if result and _is_good(result) else 0
+            if in_order:
+                self._order.append(key)
+                self._starts.append(start)
+                self._end = start + len(raw)
+            if key and (in_order or key not in self.places):
+                self.places[key] = start if in_order else ~start
+                self._note(key, result)
+
+    def _note(self, key: int, result: dict[str, Any]) -> None:
+        body = result["response"]["body"]
+        self._requests[key] = name_key(str(result.get("id")))
+        self.fingerprints.add(str(body.get("system_fingerprint")))
+        made_with = body.get("settings")
+        if isinstance(made_with, dict) and made_with not in self.made_with:
+            self.made_with.append(made_with)
+
+    def answers_another(self, item: Item) -> bool:
+        known = self._requests.get(name_key(item.custom_id))
+        return known is not None and known != name_key(request_id(item))
+
+    def is_next(self, key: int) -> bool:
+        """Whether the output goes on with this result; it then stays where it is."""
+        if self._next >= len(self._order) or self._order[self._next] != key:
+            return False
+        self._next += 1
+        self.places.pop(key, None)
+        return True
+
+    def rest(self) -> tuple[int, list[int]]:
+        """Where the part of the output that stays ends, and the good results behind it."""
+        is_all = self._next == len(self._order)
+        end = self._end if is_all else self._starts[self._next]
+        keys = dict.fromkeys(self._order[self._next :])
+        return end, [key for key in keys if self.places.get(key, -1) >= end]
+
+
+def _read(raw: bytes) -> dict[str, Any] | None:
+    """A result line; None if it is none."""
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    known = isinstance(line, dict) and isinstance(line.get("custom_id"), str)
+    return line if known and {"response", "error"} <= line.keys() else None
+
+
+def _is_good(result: dict[str, Any]) -> bool:
+    response = result["response"]
+    return result["error"] is None and isinstance(response, dict) and "body" in response
+
+
+class _Log:
+    """A file of lines that is appended to. Errors become a DS4Error that names it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._fd = -1
+
+    def exists(self) -> bool:
+        return self.path.exists()
+
+    def open(self, create: bool) -> None:
+        """Open, once, to read and append; other runs are kept out."""
+        if self._fd >= 0:
+            return
+        is_new = create and not self.path.exists()
+        flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        try:
+            self._fd = os.open(self.path, flags, 0o666)
+        except OSError as error:
+            raise UsageError(f"cannot write `{self.path}`: {_reason(error)}") from None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(f"another run is writing `{self.path}`") from None
+        if is_new:
+            _sync_folder(self.path.parent)
+
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def lines(self) -> Iterator[tuple[int, int, bytes]]:
+        """Number, offset and bytes of each complete line."""
+        start = 0
+        with open(self.path, "rb") as file:
+            for number, raw in enumerate(file, 1):
+                if raw.endswith(b"\n"):
+                    yield number, start, raw
+                start += len(raw)
+
+    def line_at(self, start: int) -> bytes:
+        """The line that begins at `start`."""
+        pieces, piece = [], b""
+        while b"\n" not in piece:
+            piece = os.pread(self._fd, 1 << 16, start)
+            if not piece:
+                raise DS4Error(f"`{self.path}` was changed while it was used")
+            pieces.append(piece)
+            start += len(piece)
+        return b"".join(pieces).partition(b"\n")[0] + b"\n"
+
+    def append(self, data: bytes, sync: bool = True) -> int:
+        """Add a line, whole or not at all; returns where it begins."""
+        start, view = self.size(), memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self._fd, view) :]
+            if sync:
+                os.fsync(self._fd)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, start)
+            raise DS4Error(
+                f"cannot write `{self.path}`: {_reason(error)}",
+                "what is done stays: make room, then run the same command with `--resume`",
+            ) from None
+        return start
+
+    def sync(self) -> None:
+        if self._fd >= 0:
+            os.fsync(self._fd)
+
+    def cut(self, size: int) -> None:
+        os.ftruncate(self._fd, size)
+        os.fsync(self._fd)
+
+    def remove(self) -> None:
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new file's name as durable as its content."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
+
+
+Results = StreamResults | FileResults
+
+
+def open_results(name: str, resume: bool, force: bool) -> Results:
+    """Results to a file, or to standard output for `-`; pipes and devices are written as they are.
+
+    UsageError if there are results already and nobody said what to do with them.
+    """
+    if name == "-":
+        if resume:
+            raise UsageError("there is nothing to resume on standard output", "give `--output`")
+        return StreamResults(sys.stdout.buffer)
+    path = Path(name)
+    try:
+        is_special = path.exists() and not stat.S_ISREG(path.stat().st_mode)
+        if is_special and not path.is_dir():
+            return StreamResults(open(path, "wb", buffering=0))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot write `{name}`: {str(error).lower()}") from None
+    return FileResults(path, resume, force)
