@@ -753,6 +753,9 @@ def test_quotes_inside_a_message_stay():
     assert prompt.message_of('say """ twice') == 'say """ twice'
     assert prompt.message_of('"""\nx\n"""') == "x"
     assert prompt.message_of('"""') == '"""'
+    code = '"""Doc."""\nx = """y"""'
+    assert prompt.message_of(code) == code and not prompt.is_open(code)
+    assert not prompt.is_open('"""Doc."""\nx = 1') and prompt.is_open('"""Doc.\nmore')
     assert prompt.message_of("a\\\nb") == "a\\\nb"
 
 

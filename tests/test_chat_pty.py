@@ -388,6 +388,29 @@ def test_continue_in_a_pipe(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("redirection", "code", "message"),
+    [
+        ("<&-", 2, b"it is closed"),
+        ("</dev/null", 0, b""),
+        (">/dev/full <<E\nhello\nE", 1, b"cannot write the output"),
+    ],
+)
+def test_odd_streams(folder, redirection, code, message):
+    """Guards: a traceback for a closed input, or success with a full disk."""
+    command = " ".join([sys.executable, *arguments(folder), redirection])
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, env=environment())
+    assert (done.returncode, message in done.stderr) == (code, True), done.stderr
+
+
+@pytest.mark.slow
+def test_a_state_folder_that_cannot_be_made(folder):
+    """Guards: a model being loaded for a chat that cannot be kept."""
+    done = piped(folder, "hello\n", XDG_STATE_HOME="/proc/none")
+    assert done.returncode == 2 and "XDG_STATE_HOME" in done.stderr
+
+
+@pytest.mark.slow
 def test_usage_errors_load_nothing(folder):
     """Guards: a model being loaded before a mistake is reported."""
     done = piped(folder, "", "-c")

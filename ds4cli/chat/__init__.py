@@ -11,6 +11,7 @@ editor.py        the user's editor
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,8 +56,15 @@ class Request:
 
 
 def settings_for(request: Request, settings: Settings, model_given: bool) -> Settings:
-    """The settings to load with: a stored session's own model, unless another was asked for."""
+    """The settings to load with: a stored session's own model, unless another was asked for.
+
+    UsageError for a session that cannot be read or written: before anything is loaded.
+    """
+    if sys.stdin is None:
+        raise UsageError("cannot read standard input: it is closed")
     path = request.stored()
+    if request.save:
+        shelf.private_folder("sessions")
     if path is None or model_given:
         return settings
     model = journal.read(path).header.get("model")

@@ -162,8 +162,8 @@ def retry(chat: Chat, argument: str) -> None:
     if chat.settings.temp == 0:
         terminal.note("at temperature 0 the reply will be the same: /set temp 0.8, or /edit")
     before = chat.conversation.transcript.copy()
-    with chat.watching() as watch:
-        report, attempt = chat.conversation.retry(number, watch)
+    with chat.watching() as watch, chat.reading(watch) as reading:
+        report, attempt = chat.conversation.retry(number, reading)
     chat.print_move(report)
     chat.reply(attempt)
     if not chat.line.turns[-1].is_reply:

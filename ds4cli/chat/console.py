@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,11 @@ class Chat:
         except DS4Error as error:
             self.failures += 1
             terminal.fail(error.message, error.hint)
+        except RuntimeError as error:  # what MLX raises, out of memory for one
+            self.failures += 1
+            terminal.fail(
+                f"the model failed: {error}", "the conversation is as it was; /undo, or retry"
+            )
 
     def end(self) -> None:
         """Keep the model's state if asked, and close the session's file."""
@@ -112,11 +118,9 @@ class Chat:
             return self.give_result(text)
         files, self.attached = self.attached, []
         content = "\n\n".join([*(body for _, body in files), text])
+        is_sent = False
         try:
             is_sent = self.ask(Turn("user", content), after=after)
-        except DS4Error:
-            is_sent = False
-            raise
         finally:
             if not is_sent:  # nothing typed is ever lost
                 self.draft, self.attached = text, files
@@ -124,7 +128,10 @@ class Chat:
     def ask(self, *turns: Turn, after: Line | None = None) -> bool:
         """Read turns and let the model answer them; False if nothing came of it."""
         with self.watching() as watch:
-            if not self.conversation.ask(*turns, after=after, watch=watch):
+            with self.reading(watch) as reading:
+                is_read = self.conversation.ask(*turns, after=after, watch=reading)
+            if not is_read:
+                self.start_counting()
                 self.note("stopped while reading; what was read is kept, your message is not sent")
                 return False
             self._answer(watch)
@@ -173,7 +180,8 @@ class Chat:
     def reply(self, attempt: int = 0) -> None:
         """Let the model answer the last message, or go on with its last reply."""
         with self.watching() as watch:
-            self.conversation.catch_up(watch)
+            with self.reading(watch) as reading:
+                self.conversation.catch_up(reading)
             if self.conversation.is_complete:
                 self._answer(watch, attempt)
 
@@ -247,8 +255,8 @@ class Chat:
 
     def move(self, go: Callable[[Watch], RewindReport]) -> None:
         """Go somewhere else in the conversation, and print what that took."""
-        with self.watching() as watch:
-            report = go(watch)
+        with self.watching() as watch, self.reading(watch) as reading:
+            report = go(reading)
         self.print_move(report)
 
     def print_move(self, report: RewindReport) -> None:
@@ -266,10 +274,15 @@ class Chat:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Watch]:
-        """Ctrl-C as a flag, and a bar for long prompts."""
-        show = not self.request.quiet
-        with terminal.Interrupts() as interrupted, terminal.PrefillBar(show) as bar:
-            yield Watch(lambda: interrupted() or self.reader.was_interrupted, bar)
+        """Ctrl-C as a flag."""
+        with terminal.Interrupts() as interrupted:
+            yield Watch(lambda: interrupted() or self.reader.was_interrupted)
+
+    @contextlib.contextmanager
+    def reading(self, watch: Watch) -> Iterator[Watch]:
+        """A bar while a long prompt is read; it is gone before anything else is printed."""
+        with terminal.PrefillBar(not self.request.quiet) as bar:
+            yield replace(watch, progress=bar)
 
     # -- on disk ----------------------------------------------------------------------------------
 
@@ -281,6 +294,8 @@ class Chat:
     def load(self, name: str) -> None:
         """Go on with a stored session. The present chat stays in its own file."""
         path = shelf.path_of(name)
+        if self.conversation.journal is not None and self.conversation.journal.path == path:
+            raise UsageError(f"session `{name}` is this one")
         if not path.exists():
             raise UsageError(f"there is no session `{name}`", "see /sessions")
         for notice in self.conversation.resume(path):

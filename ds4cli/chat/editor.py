@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -37,7 +38,9 @@ def _with_newline(text: str) -> str:
 
 def _run(command: str, path: Path) -> None:
     try:
-        code = subprocess.call([*shlex.split(command), str(path)])
+        # An editor that read our piped messages would eat them.
+        stdin = None if sys.stdin.isatty() else subprocess.DEVNULL
+        code = subprocess.call([*shlex.split(command), str(path)], stdin=stdin)
     except (OSError, ValueError) as error:
         raise UsageError(
             f"cannot run the editor `{command}`: {error}", "set VISUAL or EDITOR to yours"

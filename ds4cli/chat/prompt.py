@@ -31,17 +31,17 @@ class Leave(Exception):
 
 
 def is_open(text: str) -> bool:
-    """Whether a message goes on in the next line."""
+    """Whether a message goes on in the next line: quotes stand open, or a backslash ends it."""
     if text.lstrip().startswith(FENCE):
-        rest = text.strip()[len(FENCE) :]
-        return not rest.endswith(FENCE)
+        return text.count(FENCE) == 1
     return text.endswith("\\") and not text.endswith("\\\\")
 
 
 def message_of(text: str) -> str:
-    """What was meant: without the triple quotes around it."""
+    """What was meant: without the triple quotes around it. Other text with quotes stays."""
     stripped = text.strip()
-    if stripped.startswith(FENCE) and stripped.endswith(FENCE) and len(stripped) >= 2 * len(FENCE):
+    is_fenced = stripped.startswith(FENCE) and stripped.endswith(FENCE)
+    if is_fenced and stripped.count(FENCE) == 2:
         return stripped[len(FENCE) : -len(FENCE)].strip("\n")
     return text
 
@@ -219,6 +219,7 @@ class TerminalReader:
             history=_history(history),
             completer=_completer(complete),
             complete_while_typing=False,
+            enable_suspend=True,
             key_bindings=_key_bindings(),
             output=create_output(_drawable()),
         )
@@ -238,10 +239,15 @@ class TerminalReader:
         self.was_interrupted = False
         while True:
             try:
-                return message_of(self._session.prompt(default=default, handle_sigint=False))
+                return _clean(self._session.prompt(default=default, handle_sigint=False))
             except KeyboardInterrupt:
                 self._twice.press(self._session.default_buffer.text)
                 default = ""
+
+
+def _clean(typed: str) -> str:
+    """The message; bytes from the terminal that are no UTF-8 become U+FFFD."""
+    return message_of(typed.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
 
 
 def _drawable() -> TextIO:
