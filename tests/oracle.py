@@ -66,9 +66,12 @@ def prompt(n: int, seed: int = 1) -> list[int]:
     return mx.random.randint(0, V, (512,), key=mx.random.key(seed)).tolist()[:n]
 
 
-def fresh_logits(model, tokens: Sequence[int]) -> mx.array:
-    """The row after `tokens`, from stock caches filled in one call."""
-    return model(mx.array(tokens)[None], cache=make_prompt_cache(model))[0, -1]
+def fresh_logits(model, tokens: Sequence[int], call_tokens: int | None = None) -> mx.array:
+    """The row after `tokens`, from stock caches filled in calls of at most `call_tokens`."""
+    cache, size = make_prompt_cache(model), call_tokens or len(tokens)
+    for at in range(0, len(tokens), size):
+        rows = model(mx.array(tokens[at : at + size])[None], cache=cache)
+    return rows[0, -1]
 
 
 def plain(model, tokens: Sequence[int], n: int, sampler=None) -> list[int]:
@@ -82,18 +85,30 @@ def plain(model, tokens: Sequence[int], n: int, sampler=None) -> list[int]:
     return out[len(tokens) :]
 
 
-def error(model, session) -> float:
-    """Largest difference between the session's logits and a fresh prefill of its tokens, over the
-    size of the logits where that is above one."""
-    fresh = fresh_logits(model, session.tokens)
-    return (mx.abs(session.logits - fresh).max() / mx.maximum(mx.abs(fresh).max(), 1)).item()
+def error(a: mx.array, b: mx.array) -> float:
+    """Largest difference of two logits rows, over their size where that is above one."""
+    return (mx.abs(a - b).max() / mx.maximum(mx.abs(b).max(), 1)).item()
+
+
+def assert_fresh(model, tokens: Sequence[int], logits: mx.array) -> None:
+    """`logits` is what a fresh prefill of `tokens` gives.
+
+    DeepSeek V4.1 rounds activations to fp8 and fp4 inside the model, so stock mlx-lm differs from
+    itself between call sizes; there its own spread is allowed.
+    """
+    fresh = fresh_logits(model, tokens)
+    allowed = TOLERANCE
+    if error(logits, fresh) >= TOLERANCE and model.model_type == "deepseek_v41":
+        spread = [error(fresh_logits(model, tokens, n), fresh) for n in (1, 2, 3, 5, 8)]
+        allowed = max(TOLERANCE, 2 * max(spread))
+    assert error(logits, fresh) < allowed
 
 
 def check(model, session) -> None:
     """The session's state equals a fresh one's, and every layer stands at its position."""
     for adapter in session._timeline.adapters:
         assert adapter.pos() in (None, session.pos)
-    assert error(model, session) < TOLERANCE
+    assert_fresh(model, session.tokens, session.logits)
 
 
 class OracleDrafter(Drafter):

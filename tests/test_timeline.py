@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import FAMILIES, TOLERANCE, failing_layer, fresh_logits, prompt
+from oracle import FAMILIES, assert_fresh, failing_layer, prompt
 from tiny import V, build
 
 from ds4cli.caches import adapt, build_caches
@@ -40,8 +40,7 @@ def check(t):
     """State and logits equal a fresh prefill; all layers stand at pos."""
     assert all(a.pos() in (None, t.pos) for a in t.adapters)
     if t.logits is not None:
-        fresh = fresh_logits(t.model, t.tokens)
-        assert mx.abs(t.logits - fresh).max() / mx.maximum(mx.abs(fresh).max(), 1) < TOLERANCE
+        assert_fresh(t.model, t.tokens, t.logits)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
