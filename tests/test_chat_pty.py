@@ -203,8 +203,9 @@ def test_a_window_that_changes_its_size(folder):
             term.child.setwinsize(10, columns)
             term.child.kill(signal.SIGWINCH)
             time.sleep(0.05)
-        term.ready()
-        assert "tok/s" in term.say("/continue") or "complete" in term.shown
+        term.child.expect("tok/s")
+        term.child.send("/turns\r")
+        term.child.expect("assistant")
         assert term.leave() == 0
     check_stored(folder, "a")
 
@@ -406,7 +407,7 @@ def test_odd_streams(folder, redirection, code, message):
 @pytest.mark.slow
 def test_a_state_folder_that_cannot_be_made(folder):
     """Guards: a model being loaded for a chat that cannot be kept."""
-    done = piped(folder, "hello\n", XDG_STATE_HOME="/proc/none")
+    done = piped(folder, "hello\n", "--session", "a", XDG_STATE_HOME="/proc/none")
     assert done.returncode == 2 and "XDG_STATE_HOME" in done.stderr
 
 

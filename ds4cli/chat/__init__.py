@@ -63,7 +63,7 @@ def settings_for(request: Request, settings: Settings, model_given: bool) -> Set
     if sys.stdin is None:
         raise UsageError("cannot read standard input: it is closed")
     path = request.stored()
-    if request.save:
+    if request.save and sys.stdin.isatty():
         shelf.private_folder("sessions")
     if path is None or model_given:
         return settings
