@@ -82,11 +82,16 @@ class FileResults:
         self._turns: deque[int] = deque()
         self._earlier = _Earlier()
         self._is_in_order = False
-        if self._out.exists():
-            self._out.open(create=False)
+        try:
             self._read_earlier()
+        except BaseException:
+            self.close()
+            raise
 
     def _read_earlier(self) -> None:
+        if not self._out.exists():
+            return
+        self._out.open(create=False)
         if self._resume:
             self._earlier.scan(self._out, in_order=True, force=self._force)
         elif self._out.size() and not self._force:
@@ -109,7 +114,9 @@ class FileResults:
         found = [d for then in self._earlier.made_with for d in differences(then, settings)]
         self._refuse_others(found)
         self._out.open(create=True)
-        if not self._resume:
+        if self._resume:
+            self._later.cut_torn()
+        else:
             self._out.cut(0)
             self._later.remove()
 
@@ -244,6 +251,7 @@ class _Earlier:
         is_all = self._next == len(self._order)
         end = self._end if is_all else self._starts[self._next]
         keys = dict.fromkeys(self._order[self._next :])
+        del self._order[self._next :]
         return end, [key for key in keys if self.places.get(key, -1) >= end]
 
 
@@ -285,6 +293,7 @@ class _Log:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            self.close()
             raise UsageError(f"another run is writing `{self.path}`") from None
         if is_new:
             _sync_folder(self.path.parent)
@@ -336,6 +345,11 @@ class _Log:
     def cut(self, size: int) -> None:
         os.ftruncate(self._fd, size)
         os.fsync(self._fd)
+
+    def cut_torn(self) -> None:
+        """Take away a last line without an end, if the file is open."""
+        if self._fd >= 0:
+            self.cut(max((start + len(raw) for _, start, raw in self.lines()), default=0))
 
     def remove(self) -> None:
         self.close()

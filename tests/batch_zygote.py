@@ -1,0 +1,76 @@
+"""Real processes for tests of batches, without paying for imports each time.
+
+As a script: imports everything, then forks one process per job that it reads from standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Zygote:
+    """Starts `ds4cli` with arguments, one process at a time."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def start(self, args: Sequence[Any], folder: Path, **job: Any) -> int:
+        """The pid of a new process; its standard streams are files in `folder`.
+
+        job: stdin (a file's name, /dev/null by default), fsize (largest file it may write, bytes).
+        """
+        words = [str(arg) for arg in args]
+        request = {"args": words, "folder": str(folder), "stdin": "/dev/null", **job}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def wait(self) -> int:
+        """Its exit code, or minus the signal that ended it."""
+        return int(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+def serve() -> None:
+    from ds4cli import batch, cli, engine  # noqa: F401 - imported once, for all children
+
+    for line in sys.stdin:
+        job = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            os._exit(child(cli, job))
+        print(pid, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+def child(cli: Any, job: dict[str, Any]) -> int:
+    import resource
+
+    os.chdir(job["folder"])
+    streams = (job["stdin"], os.O_RDONLY), ("stdout", os.O_RDWR), ("stderr", os.O_RDWR)
+    for number, (name, mode) in enumerate(streams):
+        os.dup2(os.open(name, mode | (os.O_CREAT | os.O_TRUNC if number else 0)), number)
+    if "fsize" in job:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job["fsize"], job["fsize"]))
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - a new buffer: the old one has our jobs
+    try:
+        cli.app(job["args"])
+    except SystemExit as end:
+        return end.code or 0
+    return 1
+
+
+if __name__ == "__main__":
+    serve()

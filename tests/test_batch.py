@@ -1,0 +1,465 @@
+"""Batches without a model: input lines, working order, output lines, and what a kill leaves."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from ds4cli.batch import grouping, lines, replies
+from ds4cli.batch.requests import (
+    Names,
+    Warnings,
+    as_messages,
+    derived_seed,
+    is_blank,
+    parse,
+)
+from ds4cli.batch.results import FileResults, StreamResults
+from ds4cli.errors import DS4Error, UsageError
+from ds4cli.rewind import common_prefix
+from ds4cli.settings import Settings
+
+
+def line(**fields) -> bytes:
+    return json.dumps(fields).encode() + b"\n"
+
+
+def openai(body, **fields) -> bytes:
+    return line(custom_id="a", method="POST", url="/v1/chat/completions", body=body, **fields)
+
+
+USER = {"role": "user", "content": "hi"}
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+# --- input lines --------------------------------------------------------------------------------
+
+
+def test_the_three_forms_of_a_line():
+    """Guards: a form of input that README promises is refused, or loses its name."""
+    assert parse(1, openai({"messages": [USER]})).messages == (USER,)
+    assert parse(2, line(prompt="hi")).custom_id == "line-2"
+    assert parse(3, line(messages=[USER], custom_id="x")).custom_id == "x"
+    plain = parse(1, '\ufeff{"not": json\r\n'.encode(), plain=True)
+    assert (plain.prompt, plain.error) == ('{"not": json', "")
+    completion = parse(1, line(url="/v1/completions", body={"prompt": "hi"}))
+    assert not completion.is_chat and not completion.error
+
+
+def test_fields_become_settings():
+    """Guards: a limit or a sampling field of a body has no effect, or another line's."""
+    body = {
+        "messages": [USER], "max_tokens": 3, "max_completion_tokens": 7, "temperature": 1,
+        "top_p": 0.5, "seed": 9, "stop": "x", "logit_bias": {"5": -1}, "n": 2, "top_k": None,
+    }  # fmt: skip
+    item = parse(1, openai(body))
+    settings = item.settings(Settings(seed=4, min_p=0.1))
+    assert (settings.max_tokens, settings.temp, settings.top_p, settings.seed) == (7, 1.0, 0.5, 9)
+    assert (settings.stop, settings.logit_bias, settings.min_p) == (("x",), {5: -1.0}, 0.1)
+    assert (item.n, item.unknown) == (2, ())
+
+
+BAD_LINES = {
+    b"oops": "not JSON",
+    b"[1]": "not a JSON object",
+    b"\xff": "not UTF-8",
+    b"[" * 100_000: "not JSON",
+    b'{"prompt": "\\ud800"}': "surrogate",
+    line(): "`messages` or `prompt`",
+    line(prompt="a", messages=[USER]): "not both",
+    line(prompt=" "): "`prompt` wants text",
+    line(prompt=["a"]): "`prompt` wants text",
+    line(messages=[]): "`messages` wants a list",
+    line(messages=[{"content": "a"}]): "`messages[0]`",
+    line(messages=[USER, {"role": "user"}]): "`messages[1].content`",
+    line(messages=[{"role": "user", "content": [{"type": "image_url"}]}]): "text parts only",
+    line(prompt="a", custom_id=7): "`custom_id` wants text",
+    line(prompt="a", temperature="hot"): "`temperature` wants a number",
+    line(prompt="a", top_p=2): "`top_p` cannot be",
+    line(prompt="a", max_tokens=0): "`max_tokens` cannot be",
+    line(prompt="a", n=0): "`n` cannot be",
+    line(prompt="a", stop=[""]): "`stop`",
+    line(prompt="a", tools=[{"function": {}}]): "`tools`: `[0].function.name`",
+    line(prompt="a", tool_choice="required"): "`tool_choice`",
+    line(url="/v1/embeddings", body={"input": "a"}): "`url` is `/v1/embeddings`",
+    line(url="/v1/completions", body={"messages": [USER]}): "wants a `prompt`",
+    line(method="GET", body={"prompt": "a"}): "`method`",
+    line(body=3): "`body` is not an object",
+}
+
+
+@pytest.mark.parametrize(("raw", "message"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
+def test_a_bad_line_says_what_is_wrong(raw, message):
+    """Guards: one bad line ends the run, or fails without a reason."""
+    item = parse(4, raw)
+    assert message in item.error and item.custom_id == "line-4"
+
+
+def test_messages_as_templates_take_them():
+    """Guards: parts, null contents or arguments in text reach a chat template that fails on them;
+    a line's own system text is doubled."""
+    call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    item = parse(1, line(messages=[{"role": "user", "content": PARTS}, said]))
+    assert item.messages[0]["content"] == "ab"
+    assert item.messages[1]["content"] == ""
+    assert item.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+    assert as_messages(item, "be brief")[0] == {"role": "system", "content": "be brief"}
+    own = parse(1, line(messages=[{"role": "system", "content": "s"}, USER]))
+    assert as_messages(own, "be brief") == list(own.messages)
+
+
+def test_unknown_fields_warn_once_a_name():
+    """Guards: ten thousand lines with `user` print ten thousand warnings, or none."""
+    said = []
+    warnings = Warnings(said.append, "m")
+    for number in (1, 2):
+        raw = openai({"messages": [USER], "user": "u", "model": "gpt", "stream": False}, extra=1)
+        warnings.look_at(parse(number, raw))
+    assert len(said) == 3 and all("line 1: " in text for text in said)
+
+
+def test_seeds_depend_on_name_and_seed_only():
+    """Guards: answers change with the order of lines, or between machines."""
+    assert derived_seed(0, "a") == 6841154156042874738
+    assert len({derived_seed(s, c) for s in range(3) for c in "abc"}) == 9
+    assert derived_seed(7, "x") < 2**63
+
+
+def test_names():
+    """Guards: a name used twice, of which one answer is lost."""
+    names = Names()
+    items = [parse(i, line(prompt="p", custom_id=c)) for i, c in enumerate("aba", 1)]
+    assert [names.add(item) for item in items] == [True, True, False]
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def never() -> bool:
+    return False
+
+
+def test_a_file_is_looked_through_and_read_in_blocks(tmp_path):
+    """Guards: the second reading of a file misses lines, or begins before where stdin stood."""
+    (tmp_path / "in").write_bytes(b"header\n" + b"".join(b"%d\n" % i for i in range(600)))
+    with open(tmp_path / "in", "rb") as stream:
+        stream.readline()
+        source = lines.FileLines(stream)
+        assert [n for n, _ in source.preview()] == list(range(1, 601))
+        blocks = [lines.take_block(source, False, never) for _ in range(4)]
+    assert [len(block) for block in blocks] == [256, 256, 88, 0]
+    assert blocks[0][0] == (1, b"0\n") and blocks[2][-1] == (600, b"599\n")
+
+
+def test_a_block_ends_by_bytes_too(monkeypatch):
+    """Guards: a block of very long lines fills the memory."""
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 10)
+    source = lines.FileLines(io.BytesIO(b"12345\n" * 5))
+    assert [len(lines.take_block(source, True, never)) for _ in range(4)] == [2, 2, 1, 0]
+
+
+def test_a_pipe_gives_lines_when_they_come():
+    """Guards: the first answer waits for the last line; a line in two writes is torn apart."""
+    read, write = os.pipe()
+    with open(read, "rb") as stream:
+        source = lines.PipeLines(stream)
+        os.write(write, b"one\ntw")
+        assert list(source.preview()) == [(1, b"one\n")]
+        assert lines.take_block(source, False, never) == [(1, b"one\n")]
+        assert source.next(False, never) is None
+        os.write(write, b"o\nthree")
+        os.close(write)
+        assert lines.take_block(source, True, never) == [(2, b"two\n"), (3, b"three")]
+        assert lines.take_block(source, False, never) == []
+
+
+def test_a_wait_for_a_pipe_ends_when_the_user_stops():
+    """Guards: Ctrl-C has no effect while nothing comes."""
+    read, write = os.pipe()
+    asked = iter([False, False, True])
+    with open(read, "rb") as stream:
+        source = lines.PipeLines(stream)
+        assert lines.take_block(source, True, lambda: next(asked, True)) == []
+    os.close(write)
+
+
+# --- working order ------------------------------------------------------------------------------
+
+
+def random_prompts(rng: random.Random, n: int) -> list[list[int]]:
+    return [[rng.randrange(2) for _ in range(rng.randrange(1, 9))] for _ in range(n)]
+
+
+def trie_edges(prompts) -> int:
+    return len({tuple(p[:i]) for p in prompts for i in range(1, len(p) + 1)})
+
+
+def test_grouped_prompts_read_every_prefix_once():
+    """Guards: grouping that reads a shared prefix twice, or loses a prompt."""
+    rng = random.Random(0)
+    for _ in range(300):
+        prompts = random_prompts(rng, rng.randrange(1, 12))
+        order = grouping.trie_order(prompts)
+        assert sorted(order) == list(range(len(prompts))) and order[0] <= max(order)
+        ordered = [prompts[i] for i in order]
+        shared = grouping.shared_lengths(ordered, ())
+        assert sum(map(len, ordered)) - sum(shared) == trie_edges(prompts)
+
+
+def test_groups_come_in_order_of_appearance():
+    """Guards: the first line waits for the last group."""
+    assert grouping.trie_order([[5, 1], [2, 1], [5, 2], [2, 2], [5]]) == [4, 0, 2, 1, 3]
+
+
+def test_marks_where_they_pay():
+    """Guards: a mark for three tokens costs a model call per prompt; the common prefix of a
+    thousand prompts has none and is read again and again."""
+    shared = [0, *[2000] * 50, 1990, *[2000] * 50]
+    assert grouping.branch_points(shared, 0) == [1990, 2000]
+    assert grouping.branch_points([0, 2003, 2001, 2000, 2000, 2000], 0) == [2000]
+    assert grouping.branch_points([0, 5, 0, 700], 0) == []
+    assert grouping.branch_points([300], 0) == [300]
+
+
+def test_marks_bound_what_is_read_twice():
+    """Guards: deep trees whose inner branching points are forgotten."""
+    rng = random.Random(1)
+    for _ in range(50):
+        stems = [[rng.randrange(3) for _ in range(40)] for _ in range(3)]
+        prompts = [(rng.choice(stems) + rng.choice(stems) + [i]) for i in range(20)]
+        order = grouping.trie_order(prompts)
+        prompts = [prompts[i] for i in order]
+        shared = grouping.shared_lengths(prompts, ())
+        marks: set[int] = set()
+        read_again = 0
+        for i, length in enumerate(shared):
+            marks = {m for m in marks if m <= length}
+            read_again += length - max(marks, default=0)
+            marks |= set(grouping.branch_points(shared, i))
+        assert read_again <= len(prompts) * grouping.WORTHWHILE_TOKENS
+
+
+# --- output -------------------------------------------------------------------------------------
+
+SETTINGS = {"temp": 0.5}
+
+
+def items_of(n: int):
+    return [parse(i, line(prompt=f"prompt {i}", custom_id=f"id-{i}é")) for i in range(1, n + 1)]
+
+
+def answer(item, settings=SETTINGS, fingerprint="fp_1", text=None) -> bytes:
+    body = {"text": text or "ä\n" * item.number, "settings": settings}
+    return replies.success(item, {**body, "system_fingerprint": fingerprint})
+
+
+class Killed(Exception):
+    pass
+
+
+def run_batch(path, items, *, order=None, resume=False, force=False, kill_after=None, bad=()):
+    """One run over `items`, worked through in `order` (indices); the ids that it answered."""
+    results, made = FileResults(path, resume, force), []
+    try:
+        for item in items:
+            results.check(item)
+        results.begin(SETTINGS)
+        results.check_model("fp_1")
+        todo = [i for i, item in enumerate(items) if not results.expect(item)]
+        for i in order or range(len(items)):
+            if i not in todo:
+                continue
+            if kill_after is not None and len(made) == kill_after:
+                raise Killed
+            made.append(items[i].custom_id)
+            failed = replies.failure(items[i], "failed", "why")
+            results.put(items[i], failed if i in bad else answer(items[i]))
+        assert results.finish() == 0
+    finally:
+        results.close()
+    return made
+
+
+def cut(path: Path, size: int) -> None:
+    os.truncate(path, size)
+
+
+def test_a_file_cut_at_any_byte_is_completed(tmp_path):
+    """Guards: a torn last line is kept, spoils the next one, or costs a good one."""
+    items, path = items_of(4), tmp_path / "out"
+    run_batch(path, items)
+    whole = path.read_bytes()
+    assert whole == b"".join(map(answer, items))
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        made = run_batch(path, items, resume=True)
+        assert path.read_bytes() == whole
+        assert len(made) == 4 - whole[:size].count(b"\n")
+        assert not path.with_name("out.waiting").exists()
+
+
+def test_results_out_of_order_survive_a_cut_at_any_byte(tmp_path):
+    """Guards: grouped results that wait for their turn are lost by a kill, or written twice."""
+    items, path, order = items_of(6), tmp_path / "out", [3, 0, 5, 1, 4, 2]
+    waiting = path.with_name("out.waiting")
+    whole = b"".join(map(answer, items))
+    for kills in range(6):
+        path.unlink(missing_ok=True)
+        with pytest.raises(Killed):
+            run_batch(path, items, order=order, kill_after=kills)
+        left, aside = path.read_bytes(), waiting.read_bytes() if waiting.exists() else b""
+        assert left.count(b"\n") + aside.count(b"\n") >= kills
+        for size in range(0, len(aside) + 1, 7):
+            path.write_bytes(left)
+            waiting.write_bytes(aside[:size])
+            run_batch(path, items, order=order, resume=True)
+            assert path.read_bytes() == whole and not waiting.exists()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_history_of_kills_and_failures_ends_in_the_same_file(tmp_path, seed):
+    """Guards: some interleaving of kills, failed lines and orders loses or repeats a result."""
+    rng = random.Random(seed)
+    items, path = items_of(8), tmp_path / "out"
+    path.write_bytes(b"")
+    for _ in range(rng.randrange(1, 6)):
+        order = rng.sample(range(8), 8)
+        kill_after, bad = rng.choice([None, rng.randrange(9)]), rng.sample(range(8), 2)
+        try:
+            run_batch(path, items, order=order, resume=True, kill_after=kill_after, bad=bad)
+        except Killed:
+            for log in (path, path.with_name("out.waiting")):
+                if log.exists() and log.stat().st_size and rng.random() < 0.5:
+                    cut(log, log.stat().st_size - rng.randrange(1, 20))
+    run_batch(path, items, order=rng.sample(range(8), 8), resume=True)
+    assert path.read_bytes() == b"".join(map(answer, items))
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_only_failed_lines_are_made_again(tmp_path):
+    """Guards: resuming answers everything again, or leaves an error in the file."""
+    items, path = items_of(5), tmp_path / "out"
+    run_batch(path, items, bad=[1, 3])
+    assert run_batch(path, items, resume=True) == [items[1].custom_id, items[3].custom_id]
+    assert path.read_bytes() == b"".join(map(answer, items))
+
+
+def test_input_in_another_order_keeps_all_results(tmp_path):
+    """Guards: sorting the input before a resume throws results away."""
+    items, path = items_of(5), tmp_path / "out"
+    run_batch(path, items)
+    assert run_batch(path, items[::-1], resume=True) == []
+    assert path.read_bytes() == b"".join(map(answer, items[::-1]))
+
+
+def test_results_without_a_line_are_kept_aside(tmp_path):
+    """Guards: resuming with a shorter input deletes results."""
+    items, path = items_of(5), tmp_path / "out"
+    run_batch(path, items)
+    results = FileResults(path, resume=True, force=False)
+    results.begin(SETTINGS)
+    assert [results.expect(item) for item in items[:2]] == [True, True]
+    assert results.finish() == 3
+    results.close()
+    aside = path.with_name("out.waiting").read_bytes()
+    assert aside == b"".join(map(answer, items[2:]))
+    assert run_batch(path, items, resume=True) == []
+
+
+def test_what_made_the_results_has_to_be_the_same(tmp_path):
+    """Guards: one file with answers of two models, or of two temperatures."""
+    items, path = items_of(2), tmp_path / "out"
+    path.write_bytes(answer(items[0], {"temp": 0.7, "seed": 3}, "fp_2"))
+    results = FileResults(path, resume=True, force=False)
+    with pytest.raises(UsageError, match=r"`seed = 3` \(now `0`\), `temp = 0.7` \(now `0.5`\)"):
+        results.begin(SETTINGS)
+    with pytest.raises(UsageError, match="another model"):
+        results.check_model("fp_1")
+    results.close()
+    assert run_batch(path, items, resume=True, force=True) == [items[1].custom_id]
+
+
+def test_another_request_of_the_same_name_is_refused(tmp_path):
+    """Guards: an edited prompt keeps the answer to the old one."""
+    items, path = items_of(2), tmp_path / "out"
+    run_batch(path, items)
+    edited = [items[0], parse(2, line(prompt="other", custom_id=items[1].custom_id))]
+    with pytest.raises(UsageError, match=r"line 2: .* answers another request"):
+        run_batch(path, edited, resume=True)
+
+
+def test_files_that_must_not_be_touched(tmp_path):
+    """Guards: a wrong `-o` overwrites results or a file of the user's."""
+    items, path = items_of(2), tmp_path / "out"
+    run_batch(path, items)
+    with pytest.raises(UsageError, match="has results already"):
+        FileResults(path, resume=False, force=False)
+    (tmp_path / "notes").write_text("my notes\n")
+    with pytest.raises(UsageError, match=r"line 1 of .* is no result"):
+        FileResults(tmp_path / "notes", resume=True, force=False)
+    held = FileResults(path, resume=True, force=False)
+    with pytest.raises(UsageError, match="another run is writing"):
+        FileResults(path, resume=True, force=False)
+    held.close()
+    assert path.read_bytes() == b"".join(map(answer, items))
+
+
+def test_a_line_that_cannot_be_written_leaves_whole_lines(tmp_path, monkeypatch):
+    """Guards: a full disk leaves half a line in front of what is written next."""
+    items, path = items_of(3), tmp_path / "out"
+    results = FileResults(path, resume=False, force=False)
+    results.begin(SETTINGS)
+    for item in items:
+        results.expect(item)
+    results.put(items[0], answer(items[0]))
+    write, calls = os.write, []
+
+    def full(fd, data):
+        calls.append(data)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+        return write(fd, data[:5])
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(DS4Error, match=r"cannot write .*: no space left on device") as caught:
+        results.put(items[1], answer(items[1]))
+    monkeypatch.undo()
+    results.close()
+    assert "--resume" in caught.value.hint and path.read_bytes() == answer(items[0])
+
+
+def test_a_stream_gets_lines_in_input_order():
+    """Guards: grouping changes the order on a pipe; a partial write loses the rest."""
+
+    class Slow(io.BytesIO):
+        def write(self, data):
+            return super().write(bytes(data[:7]))
+
+    items, out = items_of(3), Slow()
+    results = StreamResults(out)
+    assert [results.expect(item) for item in items] == [False] * 3
+    for i in (2, 0, 1):
+        results.put(items[i], answer(items[i]))
+    assert out.getvalue() == b"".join(map(answer, items))
+
+
+def test_what_made_a_result_is_short_and_has_no_speed_in_it():
+    """Guards: a resume is refused because the drafter changed, or accepted with another system."""
+    settings = Settings(system="x" * 500, temp=1, drafter="none", rewind_mb=9, stop=("a",))
+    then = replies.made_with(settings, [])
+    assert then["temp"] == 1 and then["stop"] == ["a"] and len(then["system"]) < 30
+    assert set(then) == {"temp", "stop", "system"}
+    other = replies.made_with(Settings(system="y" * 500, temp=1, stop=("a",)), [])
+    assert [d.split()[0] for d in replies.differences(then, other)] == ["`system"]
+
+
+def test_blank_lines_and_common_prefix():
+    """Guards: a trailing empty line becomes a failed request; arrays and lists compare wrongly."""
+    assert is_blank(b" \r\n") and not is_blank(b"x")
+    assert common_prefix((1, 2, 3), (1, 2, 4)) == 2
