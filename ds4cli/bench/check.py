@@ -62,6 +62,8 @@ class Examiner:
     def __init__(self, lab: Lab, reference: Reference, context: int):
         self.lab, self.reference, self.context = lab, reference, context
         self.prompt = lab.text.take(context)
+        self._said: dict[float, list[int]] = {}
+        self._read: Session | None = None
         self.noise = self._noise()
         floor = EXACT_LIMIT if lab.is_exact else HALF_PRECISION_MARGIN
         self.limit = max(floor, NOISE_FACTOR * self.noise)
@@ -100,21 +102,37 @@ class Examiner:
         other.stop_ids = set()
         return other
 
-    def plain(self, n: int, **settings: Any) -> list[int]:
-        """The prompt and n tokens of the stock model, one at a time."""
+    def session(self) -> Session:
+        """A session that has read the prompt: a branch of one that is kept for that."""
+        if self._read is None:
+            self._read = self.lab.session(self.prompt)
+        return self._read.fork()
+
+    def plain(self, n: int, temp: float = 0.0) -> list[int]:
+        """The prompt and n <= LENGTH tokens of the stock model, one at a time."""
+        if temp not in self._said:
+            self._said[temp] = self._say(temp)
+        return [*self.prompt, *self._said[temp][:n]]
+
+    def _say(self, temp: float) -> list[int]:
         engine = self.lab.engine
-        sampler = Sampler(replace(engine.settings, **settings), token_limit=len(engine.tokenizer))
-        said = self.reference.plain(
-            self.prompt, n, lambda row, tokens: sampler.pick(row[None], len(tokens), tokens).item()
+        sampler = Sampler(replace(engine.settings, temp=temp), engine.token_limit)
+        return self.reference.plain(
+            self.prompt,
+            LENGTH,
+            lambda row, tokens: sampler.pick(row[None], len(tokens), tokens).item(),
         )
-        return [*self.prompt, *said]
 
     def drafts(self, truth: Sequence[int], kept: int) -> list[int]:
         """Drafts of a full block after the prompt, of which the first kept - 1 are right."""
-        vocab = len(self.lab.engine.tokenizer)
+        vocab = self.lab.engine.token_limit
         right = list(truth[self.context + 1 : self.context + kept])
         rest = truth[self.context + kept : self.context + self.lab.matrix.block]
         return right + [(token + 1) % vocab for token in rest]
+
+    def single_rows(self, tokens: Sequence[int]) -> mx.array:
+        """The reference's rows (n, V): the prompt in one call, then one token a call."""
+        return self.reference.rows(tokens, [self.context, *[1] * (len(tokens) - self.context)])
 
     def compare(self, session: Session, whole: Sequence[int], rows: mx.array) -> float:
         """How far `session`, at some position of `whole`, is from the reference: its logits, and
@@ -126,8 +144,7 @@ class Examiner:
 
     def says(self, tokens: Sequence[int]) -> float:
         """Teacher forcing: how far the worst token after the prompt is from the best."""
-        n = len(tokens) - self.context
-        rows = self.reference.rows(tokens, [self.context, *[1] * n])
+        rows = self.single_rows(tokens)
         pairs = zip(rows[self.context - 1 :], tokens[self.context :], strict=False)
         return max(gap(row, token) for row, token in pairs)
 
@@ -148,9 +165,9 @@ def block(exam: Examiner) -> Iterator[Finding]:
     """A block, however much of it is kept, leaves what single tokens leave."""
     size = exam.lab.matrix.block
     truth = exam.plain(size)
-    rows = exam.reference.rows(truth, [exam.context, *[1] * size])
+    rows = exam.single_rows(truth)
     for kept in range(1, size + 1):
-        session = exam.lab.session(exam.prompt)
+        session = exam.session()
         session.step(drafts=exam.drafts(truth, kept))
         is_same = session.tokens == truth[: exam.context + kept] or not exam.lab.is_exact
         worst = difference(session.logits, rows[session.pos - 1]) if is_same else float("inf")
@@ -162,13 +179,15 @@ def block(exam: Examiner) -> Iterator[Finding]:
 def row(exam: Examiner) -> Iterator[Finding]:
     """Every row of the record, in any order, is a place where a fresh session would stand."""
     size = exam.lab.matrix.block
-    truth = exam.plain(size)
+    truth = exam.plain(size + ONWARD)
+    true_rows = exam.single_rows(truth)
     for kept in range(1, size + 1):
-        session = exam.lab.session(exam.prompt)
+        session = exam.session()
         session.step(drafts=exam.drafts(truth, kept))
-        whole = session.tokens + exam.lab.text.take(ONWARD, at=exam.context)
-        rows = exam.reference.rows(whole, [exam.context, *[1] * (len(whole) - exam.context)])
-        end = session.pos
+        end, whole, rows = session.pos, truth, true_rows
+        if session.tokens != truth[:end] and not exam.lab.is_exact:  # rounding took another way
+            whole = session.tokens + exam.lab.text.take(ONWARD, at=exam.context)
+            rows = exam.single_rows(whole)
         for pos in range(end, exam.context - 1, -1):
             yield _rewound(exam, session, pos, whole, rows, "row", kept, "back")
         yield _rewound(exam, session, end, whole, rows, "row", kept, "forward")
@@ -176,7 +195,7 @@ def row(exam: Examiner) -> Iterator[Finding]:
 
 def depth(exam: Examiner) -> Iterator[Finding]:
     """Random places, back and forth, across windows and marks, are what a fresh session is."""
-    session = exam.lab.session(exam.prompt)
+    session = exam.session()
     exam.lab.decode(session, LENGTH)
     whole = session.tokens + exam.lab.text.take(ONWARD, at=exam.context)
     chunk = exam.lab.engine.settings.prefill_step_size
@@ -217,7 +236,7 @@ def _rewound(
 
 def save(exam: Examiner) -> Iterator[Finding]:
     """A session that was saved and loaded says the same, and goes back to the same."""
-    session = exam.lab.session(exam.prompt)
+    session = exam.session()
     exam.lab.decode(session, 8)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "session.safetensors"
@@ -256,7 +275,7 @@ def _by_ngrams(exam: Examiner, temp: float) -> list[int]:
 def _half_wrong(exam: Examiner, temp: float, truth: list[int]) -> list[int]:
     session = exam.engine(temp=temp).session()
     session.sync(exam.prompt)
-    vocab, size = len(exam.lab.engine.tokenizer), exam.lab.matrix.block
+    vocab, size = exam.lab.engine.token_limit, exam.lab.matrix.block
     while session.pos < len(truth):
         ahead = truth[session.pos + 1 : session.pos + size]
         right = session.pos % size

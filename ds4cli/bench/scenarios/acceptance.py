@@ -40,7 +40,8 @@ def _block(
     session.rewind(start)
     session.next_token()
     session.recording = recording
-    wrong = [(t + 1) % len(session.logits) for t in truth[start + kept : start + lab.matrix.block]]
+    vocab = lab.engine.token_limit
+    wrong = [(t + 1) % vocab for t in truth[start + kept : start + lab.matrix.block]]
     drafts = truth[start + 1 : start + kept] + wrong
     outcome = []
 
