@@ -102,13 +102,13 @@ class Horizon:
         """Positions whose logits row is kept (a range: the oldest rows go first)."""
         if not self.segments:
             return range(0)
-        if self.start_row is not None and self.segments[0].first_logits == self.low + 1:
-            return range(self.low, self.end + 1)
         first = self.end + 1
         for s in reversed(self.segments):
             first = s.first_logits
             if first > s.start + 1:
                 break
+        if first == self.low + 1 and self.start_row is not None:
+            first = self.low
         return range(first, self.end + 1)
 
     def row(self, pos: int) -> mx.array:

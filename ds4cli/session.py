@@ -396,8 +396,8 @@ class Session:
                 yield from self._plain_steps(end)
 
     def _plain_steps(self, end: int | None) -> Iterator[Step]:
-        """One token a step, the next call being built while this one runs. Returns when somebody
-        moved the session meanwhile."""
+        """One token a step, the next call being built while this one runs. Returns where that
+        cannot be: at a mark, at the end, and when somebody moved the session meanwhile."""
         token = self.next_token()
         if token in self.engine.stop_ids:
             yield Step([], "stop")
@@ -406,7 +406,8 @@ class Session:
             pick = self._run_ahead(mx.array([token], mx.int32))
             while self._timeline.open_blocks:
                 last = end is not None and self.pos + 1 >= end
-                following = None if last else self._run_ahead(pick)
+                alone = last or self._timeline.leaves_mark(1)
+                following = None if alone else self._run_ahead(pick)
                 value = pick.item()
                 self._timeline.commit(1)
                 self._count_plain(value)

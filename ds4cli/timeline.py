@@ -255,7 +255,8 @@ class Timeline:
         if rows < len(block.feed):
             segment = segment.head(rows)
         self.horizon.append(segment, row_before)
-        self._mark_if_due()
+        if self.leaves_mark(0):
+            self.mark("block")
 
     def _measure(self, block: _Block) -> None:
         """Learn the tape's bytes per row, and space the bases by what one base costs."""
@@ -288,6 +289,7 @@ class Timeline:
         """Put a frontier of the current position on the ladder; no-op where all layers cut."""
         if self.pos == 0 or not self.recording or self.can_cut:
             return
+        self.abort()  # the layers of an open block stand beyond pos
         payload = [a.frontier() for a in self.adapters]
         pairs = zip(self.adapters, payload, strict=True)
         arrays = [x for a, state in pairs for x in a.frontier_arrays(state)]
@@ -303,10 +305,13 @@ class Timeline:
         record = segments[-1].nbytes if segments else 0
         return {"record": record, "horizon": self.horizon.nbytes, "ladder": self.ladder.nbytes}
 
-    def _mark_if_due(self) -> None:
+    def leaves_mark(self, rows: int) -> bool:
+        """Whether committing `rows` more rows leaves a mark: it needs the layers to stand there, so
+        no further block may be open."""
+        if not self.recording or self.can_cut:
+            return False
         newest = self.ladder.frontiers[-1].pos if self.ladder.frontiers else 0
-        if self.pos - newest >= max(64, self.limits.horizon_tokens // 4):
-            self.mark("block")
+        return self.pos + rows - newest >= max(64, self.limits.horizon_tokens // 4)
 
     # -- back -------------------------------------------------------------------------------------
 
@@ -321,7 +326,12 @@ class Timeline:
             high = min(high, self.horizon.end if held else self.pos)
         if self.logits is not None and self.pos not in rows:
             rows = frozenset({*rows, self.pos})
-        return Reach(self.pos, low, high, rows, self.record, self.can_cut, self.ladder.frontiers)
+        frontiers = [f for f in self.ladder.frontiers if f.pos <= self.pos or self._restores(f)]
+        return Reach(self.pos, low, high, rows, self.record, self.can_cut, frontiers)
+
+    def _restores(self, frontier: Frontier) -> bool:
+        pairs = zip(self.adapters, frontier.payload, strict=True)
+        return all(a.restores(state) for a, state in pairs)
 
     def plan(self, pos: int, *, needs_row: bool = True) -> RewindPlan:
         """How `rewind(pos)` would go. No side effect. StateError outside the known tokens."""
@@ -486,7 +496,7 @@ class Timeline:
         twin = copy.copy(self)
         adapters = [a.fork() for a in self.adapters]
         twin._set_caches(nest(self.caches, adapters), adapters)
-        twin.tokens, twin.ahead = list(self.tokens), []
+        twin.tokens, twin.ahead, twin._open = list(self.tokens), [], []
         twin.horizon, twin.ladder = self.horizon.copy(), self.ladder.copy()
         twin.horizon.truncate(self.pos)
         twin.ladder.drop_after(self.pos)

@@ -161,6 +161,20 @@ def test_going_back_far_costs_at_most_the_depth_plus_a_block(name):
         check(t)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_rows_of_long_feeds_are_not_mistaken_for_each_other(name):
+    """Early calls of a feed keep one row: going back into them took the row of another position."""
+    t = timeline(name, horizon=64, chunk=8)
+    t.sync(prompt(10))
+    for i in range(100):
+        step(t, [i % V])
+    t.sync([*t.tokens, *prompt(30, seed=4)])
+    for pos in range(t.pos - 60, t.pos):
+        twin = t.fork()
+        twin.rewind(pos)
+        check(twin)
+
+
 def test_a_marked_turn_end_costs_nothing():
     """Landing exactly on a mark needs no model call: it keeps its logits row."""
     t = timeline("qwen3_next", horizon=16)

@@ -65,6 +65,10 @@ class LayerAdapter:
         """Stand at `pos` again; StateError when `state` was taken elsewhere."""
         raise NotImplementedError
 
+    def restores(self, state: Any) -> bool:
+        """Whether `restore_frontier(state)` is possible from here."""
+        return True
+
     def frontier_arrays(self, state: Any) -> list[mx.array]:
         """The arrays a frontier keeps alive: evaluate them with the step that made them."""
         return []

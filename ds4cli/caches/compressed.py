@@ -124,7 +124,7 @@ class CompressedAdapter(ReplacedRows):
     def restore_frontier(self, state: Any, pos: int) -> None:
         taken, window, kv, gate = state
         check_frontier(taken, pos)
-        if pos > self.end():
+        if not self.restores(state):
             raise StateError(f"position `{pos}` is past the compressed rows held")
         if self.reach() <= pos:
             self.seek(pos)
@@ -133,6 +133,9 @@ class CompressedAdapter(ReplacedRows):
         groups = pos // self.cache.ratio
         closed = (first_rows(a, groups) for a in (self.cache.compress_kv, self.cache.index_k))
         self._set((window, *closed, kv, gate, kv, gate), pos)
+
+    def restores(self, state: Any) -> bool:
+        return state[0] <= self.end()
 
     def frontier_arrays(self, state: Any) -> list[mx.array]:
         return leaves(state[1:])
