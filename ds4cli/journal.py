@@ -28,7 +28,7 @@ def turn_record(turn: Turn, branch: str, at: int) -> Record:
     record: Record = {"branch": branch, "at": at, "role": turn.role, "content": turn.content}
     if turn.is_reply:
         record |= {"finish_reason": turn.finish_reason, "attempt": turn.attempt}
-        record |= {"calls": list(turn.calls)} if turn.calls else {}
+    record |= {"calls": list(turn.calls)} if turn.calls else {}
     record |= {"cue": turn.cue} if turn.cue else {}
     return record | {"tokens": list(turn.tokens)}
 

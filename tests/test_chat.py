@@ -470,6 +470,75 @@ def test_a_result_whose_reading_was_stopped_comes_back(calling):
     assert [turn.content for turn in calling.line.turns[2:4]] == ["noon", "two"]
 
 
+def test_going_back_to_a_call(calling):
+    """Guards: a line that ends in the middle of a call's results."""
+    for text in ("noon", "one"):
+        calling.take(text)
+    calling.take("/edit 3 other")
+    assert len(calling.line.turns) == 5
+    calling.take("/rewind 4")
+    assert len(calling.line.turns) == 2 and calling.conversation.open_calls
+    check(calling)
+
+
+def test_results_are_stored(calling):
+    """Guards: a stored result that no longer says which call it answers."""
+    calling.take("/save results")
+    for text in ("noon", "one"):
+        calling.take(text)
+    calling.end()
+    stored = journal.read(shelf.path_of("results")).transcript.line
+    assert stored == calling.line and stored.turns[2].calls == (CALL,)
+
+
+# -- failures ------------------------------------------------------------------------------------
+
+
+def test_a_failing_model_leaves_the_chat_as_it_was(said, monkeypatch, capsys):
+    """Guards: a chat lost, or a message without its reply, because the device ran out of memory."""
+    before = said.line
+
+    def fail(*_, **__):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(said.session, "step", fail)
+        said.take("more")
+    assert "out of memory" in capsys.readouterr().err
+    assert said.line == before and said.draft == "more"
+    said.take("more")
+    assert len(said.line.turns) == 6
+    check(said)
+
+
+def test_a_full_disk_does_not_stop_the_chat(said, monkeypatch, capsys):
+    """Guards: a reply lost, or a torn file, when the session cannot be written."""
+    said.take("/save full")
+    path = shelf.path_of("full")
+    size = path.stat().st_size
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal.os, "fsync", fail)
+        said.take("more")
+    assert "no space left" in capsys.readouterr().err and path.stat().st_size == size
+    said.take("and more")
+    assert journal.read(path).transcript.line == said.line
+    said.end()
+
+
+def test_branches_survive_an_unanswered_message(engine):
+    """Guards: named branches lost when a killed session is opened."""
+    chat = talk.chat(engine, "the first", "/branch idea", name="killed")
+    chat.conversation.ask(Turn("user", "the second"), watch=talk.Watch())
+    chat.conversation.close()
+    again = talk.chat(engine, name="killed")
+    assert sorted(again.conversation.transcript.branches()) == ["idea", "main"]
+    again.end()
+
+
 # -- commands ------------------------------------------------------------------------------------
 
 WRONG = (

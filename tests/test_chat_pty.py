@@ -210,6 +210,7 @@ def test_a_window_that_changes_its_size(folder):
     check_stored(folder, "a")
 
 
+@pytest.mark.slow
 def test_the_editor(folder, tmp_path):
     """Guards: /edit hanging, or the terminal left in a state where nothing can be typed."""
     script = tmp_path / "ed.py"
@@ -223,6 +224,7 @@ def test_the_editor(folder, tmp_path):
     assert check_stored(folder, "a")[0] == "edited text"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variables", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
 def test_plain_terminals(folder, variables):
     """Guards: colours with NO_COLOR, or escapes on a terminal that cannot show them."""
@@ -265,7 +267,7 @@ def test_interrupts_at_many_moments(folder):
     options = "--session", "a", "--prefill-step-size", "16", "-n", "900", endless
     with Terminal(folder, *options) as term:
         term.ready()
-        for i in range(8):
+        for i in range(6):
             term.child.send(f"message {i} " + "and more of it " * 4 + "\r")
             term.child.expect_exact("\x1b[?2004l")
             time.sleep(moments.random() * 0.6)
@@ -351,6 +353,7 @@ def test_nothing_piped(folder):
     assert piped(folder, "").returncode == 0
 
 
+@pytest.mark.slow
 def test_a_failed_command_shows_in_the_exit_code(folder):
     """Guards: a script that cannot see that a message was refused; or that stops there."""
     done = piped(folder, "/undo\nhello\n")
@@ -377,6 +380,7 @@ def test_a_reader_that_goes_away(folder):
     assert b"Traceback" not in done.stderr and done.stdout.count(b"\n") == 1
 
 
+@pytest.mark.slow
 def test_continue_in_a_pipe(folder):
     """Guards: -c in a script beginning a new chat, or another model than the stored one."""
     piped(folder, "hello\n", "--session", "a")

@@ -184,6 +184,10 @@ def edit(chat: Chat, argument: str) -> None:
     if number == 0 and first:
         return system(chat, text or _edited(chat, chat.line.system or "") or "")
     turn = chat.line.turn(number)
+    if turn.role == "tool":
+        raise UsageError(
+            "a tool's result cannot be edited", "/rewind to the call, and give another"
+        )
     old = chat.conversation.raw_text(turn) if turn.is_reply else turn.content
     new = text.strip() or _edited(chat, old)
     if not new or new == old:
@@ -225,7 +229,9 @@ def rewind(chat: Chat, argument: str) -> None:
     if number == 0:
         return clear(chat, "")
     turn = chat.line.turn(number)
-    line = chat.line.upto(number if turn.is_reply else number - 1)
+    while number and not chat.line.turn(number).is_reply:
+        number -= 1
+    line = chat.line.upto(number)
     chat.move(lambda watch: chat.conversation.go_back(line, watch))
     if turn.role == "user":
         chat.draft = turn.content

@@ -86,18 +86,24 @@ class Chat:
     def take(self, text: str) -> None:
         """One message or command; a failure is printed, and the chat goes on."""
         try:
-            if commands.is_command(text):
-                commands.run(self, text)
-            elif text.strip():
-                self.send(text[1:] if text.startswith("//") else text)
+            self._take(text)
         except DS4Error as error:
-            self.failures += 1
-            terminal.fail(error.message, error.hint)
+            self.fail(error.message, error.hint)
         except RuntimeError as error:  # what MLX raises, out of memory for one
-            self.failures += 1
-            terminal.fail(
-                f"the model failed: {error}", "the conversation is as it was; /undo, or retry"
-            )
+            self.fail(f"the model failed: {error}", "the conversation is as it was")
+        if self.conversation.unsaved is not None:
+            self.fail(self.conversation.unsaved.message, "what was said since is not on disk yet")
+
+    def _take(self, text: str) -> None:
+        if commands.is_command(text):
+            commands.run(self, text)
+        elif text.strip():
+            self.send(text[1:] if text.startswith("//") else text)
+
+    def fail(self, message: str, hint: str | None) -> None:
+        """An error on stderr; in a pipe it also shows in the exit code."""
+        self.failures += 1
+        terminal.fail(message, hint)
 
     def end(self) -> None:
         """Keep the model's state if asked, and close the session's file."""
@@ -134,12 +140,15 @@ class Chat:
                 self.start_counting()
                 self.note("stopped while reading; what was read is kept, your message is not sent")
                 return False
-            self._answer(watch)
-        if self.line.turns[-1].is_reply:
-            return True
-        self.conversation.take_back()
-        self.note("stopped before the first word; your message is not sent")
-        return False
+            try:
+                self._answer(watch)
+            finally:
+                is_answered = self.line.turns[-1].is_reply
+                if not is_answered:
+                    self.conversation.take_back()
+        if not is_answered:
+            self.note("stopped before the first word; your message is not sent")
+        return is_answered
 
     def give_result(self, text: str) -> None:
         """The result of the next tool call; with the last one the model goes on."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds4cli import __version__, journal
 from ds4cli.dialogue import ChatTemplate, Message
-from ds4cli.errors import DS4Error, UsageError
+from ds4cli.errors import DS4Error, StateError, UsageError
 from ds4cli.journal import Journal
 from ds4cli.reasoning import Piece, ReasoningSplitter
 from ds4cli.rewind import RewindReport, common_prefix
@@ -60,6 +60,7 @@ class Conversation:
         self.session: Session = engine.session()
         self.journal: Journal | None = None
         self._path: Path | None = None  # of a file that begins with the first turn
+        self.unsaved: StateError | None = None
         self.use(settings)
         self.transcript = Transcript(self.scribe.begin(settings.system))
         self.remark = ""  # what is wrong with a tool call that the last reply left open
@@ -113,15 +114,22 @@ class Conversation:
         return self._sync(self.line, watch)
 
     def _sync(self, line: Line, watch: Watch) -> RewindReport:
-        """Move the session to `line`; its head becomes a place that is cheap to come back to."""
-        tokens, first = line.tokens, None
+        """Move the session to `line`, and make places on the way cheap to come back to."""
+        tokens, reports = line.tokens, []
         if self._lacks_head(line):
-            first = self.session.sync(line.head, cancel=watch.cancel, progress=None)
-            self.session.mark("system")
+            reports.append(self._read(line.head, "system", watch))
+        if self.drop_reasoning and line.turns and line.turns[-1].cue:
+            # The template draws the generation prompt otherwise as soon as the reply is history.
+            reports.append(self._read(tokens[: -line.turns[-1].cue], "prompt", watch))
+        reports.append(self.session.sync(tokens, cancel=watch.cancel, progress=watch.progress))
+        report = _joined(reports)
+        self.session.stats.cached_tokens = len(tokens) - report.replayed - report.prefilled
+        return report
+
+    def _read(self, tokens: Sequence[int], mark: str, watch: Watch) -> RewindReport:
         report = self.session.sync(tokens, cancel=watch.cancel, progress=watch.progress)
-        if first is not None:
-            report = _joined(first, report)
-            self.session.stats.cached_tokens = len(tokens) - report.replayed - report.prefilled
+        if self.session.pos == len(tokens):
+            self.session.mark(mark)
         return report
 
     def _lacks_head(self, line: Line) -> bool:
@@ -140,25 +148,15 @@ class Conversation:
         if self.drop_reasoning:
             line = self.scribe.without_reasoning(line, self._answer_part)
         self.check_room(line)
-        self._read_asking(line, watch)
+        self._sync(line, watch)
         if self.session.pos < len(line.tokens):
             return False
+        self.session.mark("prompt")
         self._before = self.transcript.copy()
         self.transcript.go_back(after)
         self.transcript.say(line)
         self.record()
         return True
-
-    def _read_asking(self, line: Line, watch: Watch) -> None:
-        """Read a line that ends where the model is to write, and mark places to come back to."""
-        cue = line.turns[-1].cue
-        if self.drop_reasoning and cue:  # the template draws these tokens otherwise next time
-            without = replace(line.turns[-1], tokens=line.turns[-1].tokens[:-cue])
-            self._sync(line.upto(len(line.turns) - 1).plus(without), watch)
-            self.session.mark("prompt")
-        self._sync(line, watch)
-        if self.session.pos == len(line.tokens):
-            self.session.mark("prompt")
 
     @property
     def open_calls(self) -> tuple[dict[str, Any], ...]:
@@ -206,7 +204,10 @@ class Conversation:
     def take_back(self) -> str:
         """Unsay a message that got no reply; the transcript is as it was before. Its text."""
         text = self.line.turns[-1].content
-        self.transcript = self._before or Transcript(self.line.upto(len(self.line.turns) - 1))
+        if self._before is not None:
+            self.transcript = self._before
+        else:
+            self.transcript.line = self.line.upto(len(self.line.turns) - 1)
         self.record()
         return text
 
@@ -267,11 +268,16 @@ class Conversation:
         self.record()
 
     def record(self) -> None:
-        """Write what is new to the session's file."""
-        if self.journal is None and self._path is not None and self.line.turns:
-            self.journal = Journal.create(self._path, self._header())
-        if self.journal is not None:
-            self.journal.record(self.transcript)
+        """Write what is new to the session's file. A failure waits in `unsaved`: a full disk must
+        not stop a chat; the next record writes what this one could not."""
+        self.unsaved = None
+        try:
+            if self.journal is None and self._path is not None and self.line.turns:
+                self.journal = Journal.create(self._path, self._header())
+            if self.journal is not None:
+                self.journal.record(self.transcript)
+        except StateError as error:
+            self.unsaved = error
 
     def _header(self) -> dict[str, Any]:
         return {
@@ -387,15 +393,11 @@ class _Reply:
         owner.record()
 
 
-def _joined(one: RewindReport, two: RewindReport) -> RewindReport:
-    return RewindReport(
-        one.source,
-        one.discarded + two.discarded,
-        one.replayed + two.replayed,
-        one.prefilled + two.prefilled,
-        one.forwards + two.forwards,
-        one.seconds + two.seconds,
-    )
+def _joined(reports: Sequence[RewindReport]) -> RewindReport:
+    """What several moves in a row did."""
+    counts = ("discarded", "replayed", "prefilled", "forwards", "seconds")
+    sums = {name: sum(getattr(report, name) for report in reports) for name in counts}
+    return replace(reports[0], **sums)
 
 
 def template_of(
