@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import replace
 
 import pytest
 import talk
+from folder import save_folder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from talk import check, check_replies, check_reply
@@ -117,6 +119,29 @@ def test_dropped_reasoning_reads_only_what_the_template_draws_anew(hybrid_folder
     assert "<think>" not in chat.engine_text(chat.line.upto(4))
     assert chat.counters.fed_tokens - fed <= cue + answers + len(new) + 64
     check(chat)
+
+
+@pytest.mark.slow
+def test_an_edit_in_a_long_chat_is_ten_times_faster_than_reading_it(tmp_path_factory):
+    """Guards: /edit of the last message at 4,096 tokens costing more than a tenth of a prefill."""
+    folder = save_folder(
+        tmp_path_factory.mktemp("long") / "model",
+        "qwen3_next",
+        hidden_size=256,
+        intermediate_size=512,
+        max_position_embeddings=8192,
+    )
+    engine = talk.load(folder, max_tokens=1)
+    chat = talk.chat(engine)
+    begin = time.perf_counter()
+    chat.take("x" * 4000)
+    fresh_s = time.perf_counter() - begin
+    chat.take("a short question")
+    fed, begin = chat.counters.fed_tokens, time.perf_counter()
+    chat.take("/edit 3 another short question")
+    edit_s = time.perf_counter() - begin
+    assert chat.counters.fed_tokens - fed <= len(chat.line.turns[2].tokens) + 32
+    assert edit_s < fresh_s / 10
 
 
 # -- going back ----------------------------------------------------------------------------------

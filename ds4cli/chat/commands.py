@@ -217,7 +217,8 @@ def _edit_reply(chat: Chat, before: Line, turn: Turn, text: str) -> None:
 
 def _dropping(line: Line, number: int) -> str:
     later = len(line.turns) - number
-    return f"turn {number} is sent again" + (f"; {later} later turns are dropped" if later else "")
+    dropped = f"; later turns dropped: {later}" if later else ""
+    return f"turn {number} is sent again{dropped}"
 
 
 @command("rewind <turn>", completes="turn")
@@ -363,6 +364,10 @@ def stats(chat: Chat, argument: str) -> None:
     for name, value in chat.totals.items():
         shown = f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
         table.add_row(name.replace("_", " "), shown)
+    counts = ", ".join(f"{n}: {blocks:,}" for n, blocks in sorted(chat.accepted.items()))
+    table.add_row("blocks by guesses kept", counts)
+    for name, size in chat.conversation.session.kept_bytes().items():
+        table.add_row(f"kept to go back ({name})", f"{size / 1e6:,.1f} MB")
     terminal.err.print(table)
     terminal.err.print(str(chat.conversation.engine.capabilities), markup=False, highlight=False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,7 @@ class Chat:
         self.attached: list[tuple[str, str]] = []  # names and texts that go with the next message
         self.results: tuple[Line, list[Turn]] | None = None  # of tool calls, until all are there
         self.totals: dict[str, float] = {}
+        self.accepted: Counter[int] = Counter()  # blocks by how many guesses they kept
         self.failures = 0
         self.is_over = False
         self.name: str | None = None  # of the session on disk
@@ -258,6 +260,7 @@ class Chat:
         for name, value in vars(session.stats).items():
             if isinstance(value, (int, float)):
                 self.totals[name] = self.totals.get(name, 0) + value
+        self.accepted.update(dict(enumerate(session.stats.accept_counts)))
         session.stats = type(session.stats)(drafter=session.stats.drafter)
 
     # -- moving -----------------------------------------------------------------------------------

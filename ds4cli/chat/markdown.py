@@ -135,8 +135,12 @@ class MarkdownWriter(terminal.ReplyWriter):
         if self._written_blocks:
             sys.stdout.write("\n")
         self._written_blocks += 1
+        with terminal.out.capture() as rendered:
+            terminal.out.print(Markdown(block))
+        # Rich fills lines with spaces, which would come along when the text is copied.
+        lines = [line.rstrip(" ") for line in rendered.get().strip("\n").split("\n")]
+        sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()
-        terminal.out.print(Markdown(block))
 
 
 def rows_of(text: str, width: int) -> int:
