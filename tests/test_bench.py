@@ -284,6 +284,17 @@ def test_plain_models_are_told_that_a_cut_is_all(model_folder):
     assert result.exit_code == 0 and "a cut is all there is" in result.stdout.replace("\n", " ")
 
 
+def test_ctrl_c_ends_a_run_with_130(hybrid_folder, monkeypatch):
+    """Guards: a long measurement that is stopped ends in a traceback, or looks complete."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Lab, "agree", stop)
+    result = run("-m", hybrid_folder, "rewind", "-q", *TINY)
+    assert (result.exit_code, result.stdout) == (130, "") and "stopped" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

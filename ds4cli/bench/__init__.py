@@ -17,7 +17,7 @@ from ds4cli import terminal
 from ds4cli.bench import files, machine, measure, plot, report
 from ds4cli.bench.matrix import Matrix, numbers
 from ds4cli.bench.matrix import read as read_matrix
-from ds4cli.errors import UsageError
+from ds4cli.errors import Interrupted, UsageError
 from ds4cli.settings import OPTIONS, SAMPLING, SPECULATION, Settings
 
 if TYPE_CHECKING:
@@ -84,7 +84,10 @@ def run(engine: Engine, request: Request) -> int:
     old = report.read(request.compare) if request.compare else None
     lab = Lab(engine, request.matrix, trace=request.trace)
     before = machine.doubts()
-    found = _checked(lab, request) if request.check else _measured(lab, request)
+    try:
+        found = _checked(lab, request) if request.check else _measured(lab, request)
+    except KeyboardInterrupt:
+        raise Interrupted("stopped before the end; nothing was written") from None
     notes = [*found.notes, *([CUT_NOTE] if lab.cuts else [])]
     found = replace(found, notes=notes, warnings=[*before, *found.warnings])
     _write(report.FORMATS[request.form](found), request.output)
