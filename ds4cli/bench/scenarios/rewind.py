@@ -89,7 +89,7 @@ class _Trials:
             "reuse",
             against="rebuild",
             match=self.match[distance],
-            note=f"{share:.2f} decode steps",
+            note=f"{share:.2g} decode steps",
             **shared,
         )
         rebuilt = self.rebuilt[max(distance, block)]
