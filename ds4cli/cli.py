@@ -208,6 +208,13 @@ def _run_batch(run: Run, source: str, output: str | None, lines: bool, **switche
     return task.run(request, run.settings)
 
 
+def session_names() -> list[str]:
+    """Kept chats, for the shell's completion."""
+    from ds4cli.chat import shelf
+
+    return shelf.names()
+
+
 @app.command()
 @with_settings("raw")
 def chat(
@@ -216,7 +223,10 @@ def chat(
         bool, typer.Option("--continue", "-c", help="Go on with the latest session.")
     ] = False,
     session: Annotated[
-        str | None, typer.Option(help="Keep the chat under this name, or go on with it.")
+        str | None,
+        typer.Option(
+            help="Keep the chat under this name, or go on with it.", autocompletion=session_names
+        ),
     ] = None,
     with_cache: Annotated[
         bool,

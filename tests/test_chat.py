@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import talk
@@ -640,6 +641,14 @@ def test_help_names_every_command(said, capsys):
     said.take("/help")
     shown = capsys.readouterr().err
     assert all(f"/{name}" in shown for name in commands.COMMANDS)
+
+
+def test_the_readme_lists_every_command():
+    """Guards: a command that only its author knows."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    chapter = readme.split("## Chat\n")[1].split("\n## ")[0]
+    missing = [name for name in commands.COMMANDS if f"`/{name}" not in chapter]
+    assert missing == ["help", "exit"]
 
 
 def test_completion(said, tmp_path):
