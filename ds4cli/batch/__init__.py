@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -55,10 +56,11 @@ class Request:
 def run(request: Request, settings: Settings) -> int:
     """Check the input, load, answer. Returns the exit code: 1 if a line failed."""
     tools = generate.read_tools(settings.tools)
-    lines = open_lines(request.source)
-    _refuse_same_file(request)
-    results = open_results(request.output, request.resume, request.force)
-    try:
+    with ExitStack() as files:
+        lines = files.enter_context(closing(open_lines(request.source)))
+        _refuse_same_file(request)
+        results = open_results(request.output, request.resume, request.force)
+        files.enter_context(closing(results))
         total = _look_through(lines, request.plain, results)
         results.begin(replies.made_with(settings, tools))
         if total == 0:
@@ -66,8 +68,6 @@ def run(request: Request, settings: Settings) -> int:
         engine = generate.load_engine(settings, quiet=request.quiet, verbose=request.verbose)
         results.check_model(model_fingerprint(engine))
         return _answer(request, engine, tools, lines, results, total)
-    finally:
-        results.close()
 
 
 def _refuse_same_file(request: Request) -> None:

@@ -23,13 +23,24 @@ POLL_S = 0.1
 Line = tuple[int, bytes]
 
 
-class FileLines:
+class _Source:
+    """A stream that is closed at the end, unless it is standard input."""
+
+    def __init__(self, stream: BinaryIO):
+        self._stream = stream
+
+    def close(self) -> None:
+        if sys.stdin is None or self._stream is not sys.stdin.buffer:
+            self._stream.close()
+
+
+class FileLines(_Source):
     """The lines of a file, from where it stands."""
 
     is_pipe = False
 
     def __init__(self, stream: BinaryIO):
-        self._stream = stream
+        super().__init__(stream)
         self._start = stream.tell()
         self._number = 0
 
@@ -45,14 +56,14 @@ class FileLines:
         return (self._number, raw) if raw else None
 
 
-class PipeLines:
+class PipeLines(_Source):
     """The lines of a pipe, as they come."""
 
     is_pipe = True
 
     def __init__(self, stream: BinaryIO):
-        self._stream = stream  # holds the descriptor open; nothing is read through its buffer
-        self._fd = stream.fileno()
+        super().__init__(stream)
+        self._fd = stream.fileno()  # nothing is read through the stream's own buffer
         self._ready: deque[Line] = deque()
         self._rest = bytearray()
         self._number = 0

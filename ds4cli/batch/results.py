@@ -66,7 +66,8 @@ class StreamResults:
         return 0
 
     def close(self) -> None:
-        """The stream stays open: it is the caller's."""
+        if self._stream is not sys.stdout.buffer:
+            self._stream.close()
 
 
 class FileResults:
@@ -89,17 +90,15 @@ class FileResults:
             raise
 
     def _read_earlier(self) -> None:
-        if not self._out.exists():
-            return
-        self._out.open(create=False)
-        if self._resume:
-            self._earlier.scan(self._out, in_order=True, force=self._force)
-        elif self._out.size() and not self._force:
-            hint = "`--resume` goes on with it, `--force` starts again"
-            raise UsageError(f"`{self.path}` has results already", hint)
-        if self._resume and self._later.exists():
-            self._later.open(create=False)
-            self._earlier.scan(self._later, in_order=False, force=self._force)
+        for log in (self._out, self._later):
+            if not log.exists():
+                continue
+            log.open(create=False)
+            if self._resume:
+                self._earlier.scan(log, in_order=log is self._out, force=self._force)
+            elif log.size() and not self._force:
+                hint = "`--resume` goes on with it, `--force` starts again"
+                raise UsageError(f"`{log.path}` has results already", hint)
 
     def check(self, item: Item) -> None:
         """UsageError if the result in the file answers another request of the same name."""

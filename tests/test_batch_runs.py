@@ -1,0 +1,482 @@
+"""Batches on tiny models: the same answers in any order, prefixes read once, kills, the command."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from batch_zygote import Zygote
+from folder import save_folder
+from typer.testing import CliRunner
+
+from ds4cli import batch, generate, terminal
+from ds4cli.batch.requests import derived_seed
+from ds4cli.cli import app
+from ds4cli.engine import Engine
+from ds4cli.settings import Settings
+
+FAMILIES = ("llama", "qwen3_next", "gemma3_text")
+
+
+class Shared(Engine):
+    """An engine whose weights were loaded before; it keeps the sessions that it makes."""
+
+    sources: dict[str, Engine]
+    sessions: list
+
+    @classmethod
+    def load(cls, model="builtin", *, before_weights=None, **settings):
+        one = cls.sources.get(model) or Engine.load(model)
+        cls.sources[model] = one
+        return cls(
+            one.model, one.tokenizer, Settings(model=model, **settings),
+            context_tokens=one.context_tokens, fingerprint=one.fingerprint,
+        )  # fmt: skip
+
+    def session(self):
+        self.sessions.append(super().session())
+        return self.sessions[-1]
+
+
+Shared.sources = {}
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """Loading takes no time, and what was read can be counted."""
+    monkeypatch.setattr(Shared, "sessions", [], raising=False)
+    monkeypatch.setattr(generate, "_engine_class", lambda: Shared)
+    return Shared
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Tiny models of three cache families that read long prompts."""
+    root = tmp_path_factory.mktemp("long")
+    return {n: str(save_folder(root / n, n, max_position_embeddings=8192)) for n in FAMILIES}
+
+
+def write_jsonl(path: str, requests) -> str:
+    text = "".join(json.dumps(request) + "\n" for request in requests)
+    Path(path).write_text(text, encoding="utf-8")
+    return path
+
+
+def read_jsonl(path: str) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def answers(path: str) -> dict:
+    """custom_id -> its choices."""
+    return {r["custom_id"]: r["response"]["body"]["choices"] for r in read_jsonl(path)}
+
+
+def words(rng: random.Random, n: int) -> str:
+    return "".join(rng.choice("abcdefgh ") for _ in range(n))
+
+
+def mixed_requests(n: int, seed: int = 0) -> list[dict]:
+    """Requests over two system texts and three documents, with settings of their own."""
+    rng = random.Random(seed)
+    systems, documents = ([words(rng, size) for _ in range(k)] for k, size in ((2, 60), (3, 90)))
+    requests = []
+    for i in range(n):
+        messages = [
+            {"role": "system", "content": rng.choice(systems)},
+            {"role": "user", "content": rng.choice(documents) + words(rng, rng.randrange(3, 30))},
+        ]
+        body = {"messages": messages, "temperature": rng.choice([0, 0.9]), "n": 1 + (i % 5 == 0)}
+        requests.append({"custom_id": f"r{i}", "body": body})
+    return requests
+
+
+def run(source: str, output: str, folder: str, settings=None, **request) -> int:
+    chosen = Settings(model=folder, **{"max_tokens": 6, "drafter": "none", **(settings or {})})
+    return batch.run(batch.Request(source, output, quiet=True, **request), chosen)
+
+
+# --- the same answers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_do_not_depend_on_order_grouping_or_drafter(shared, folders, family):
+    """Guards: a state that another request left behind reaches an answer; seeds by line number."""
+    requests, folder = mixed_requests(10), folders[family]
+    source = write_jsonl("in", requests)
+    assert run(source, "plain", folder) == 0
+    mixed = write_jsonl("mixed", random.Random(3).sample(requests, 10))
+    assert run(mixed, "shuffled", folder) == 0
+    assert run(source, "grouped", folder, group=True) == 0
+    assert run(source, "drafted", folder, {"drafter": "ngram", "speculate": "always"}) == 0
+    assert run(source, "poor", folder, {"rewind_mb": 0, "horizon_tokens": 0}, group=True) == 0
+    expected = answers("plain")
+    for name in ("shuffled", "grouped", "drafted", "poor"):
+        assert answers(name) == expected, name
+    assert [r["custom_id"] for r in read_jsonl("grouped")] == [r["custom_id"] for r in requests]
+    assert answers("plain") == alone(folder, requests)
+
+
+def alone(folder: str, requests) -> dict:
+    """Each request answered by a session of its own."""
+    found = {}
+    for request in requests:
+        name, body = request["custom_id"], request["body"]
+        seed = derived_seed(0, name)
+        engine = Shared.load(folder, drafter="none", temp=body["temperature"], seed=seed)
+        found[name] = [one_choice(engine, body["messages"], i) for i in range(body["n"])]
+    return found
+
+
+def one_choice(engine, messages, attempt: int) -> dict:
+    session = engine.session()
+    session.attempt = attempt
+    session.sync(engine.render(messages))
+    events = list(session.stream(max_tokens=6))
+    message = {"role": "assistant", "content": "".join(event.text for event in events)}
+    return {"index": attempt, "message": message, "finish_reason": events[-1].finish_reason}
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_a_run_that_was_cut_ends_in_the_same_bytes(shared, folders, group):
+    """Guards: a count, a seed or an order that differs after a resume."""
+    source = write_jsonl("in", [*mixed_requests(8), {"custom_id": "bad"}])
+    assert run(source, "whole", folders["qwen3_next"], group=group) == 1
+    whole = Path("whole").read_bytes()
+    for size in random.Random(1).sample(range(len(whole)), 4):
+        Path("cut").write_bytes(whole[:size])
+        assert run(source, "cut", folders["qwen3_next"], group=group, resume=True) == 1
+        assert Path("cut").read_bytes() == whole
+
+
+def test_the_seed_of_a_line_is_its_own(shared, folders):
+    """Guards: equal prompts get equal samples, or `seed` in a body is ignored."""
+    lines = [{"prompt": "x", "temperature": 1, "custom_id": c} for c in "ab"]
+    lines += [{**line, "custom_id": line["custom_id"] * 2, "seed": 5} for line in lines]
+    assert run(write_jsonl("in", lines), "out", folders["llama"], {"max_tokens": 12}) == 0
+    found = answers("out")
+    assert found["a"] != found["b"] and found["aa"] == found["bb"]
+
+
+# --- prefixes are read once ---------------------------------------------------------------------
+
+
+def over_one_document(n: int, prefix: int) -> list[dict]:
+    rng = random.Random(2)
+    document = words(rng, prefix - 20)
+    system = {"role": "system", "content": document}
+    questions = [f"{words(rng, 12)} {i}" for i in range(n)]
+    return [{"messages": [system, {"role": "user", "content": q}]} for q in questions]
+
+
+def check_read_once(shared, folder: str, n: int, prefix: int, **settings) -> list:
+    """Run n prompts over one prefix; what the model was fed is the prefix once and the rest."""
+    source = write_jsonl("in", over_one_document(n, prefix))
+    assert run(source, "out", folder, {"max_tokens": 2, **settings}) == 0
+    usages = [r["response"]["body"]["usage"] for r in read_jsonl("out")]
+    cached = [u["prompt_tokens_details"]["cached_tokens"] for u in usages]
+    assert cached[0] == 0 and min(cached[1:]) >= prefix - 20
+    unique = sum(u["prompt_tokens"] for u in usages) - sum(cached)
+    (session,) = shared.sessions
+    generated = sum(u["completion_tokens"] for u in usages)
+    fed = session.counters.fed_tokens - generated
+    assert unique <= fed <= 1.02 * unique
+    return [session, fed, unique]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_shared_prefix_is_read_once(shared, folders, family):
+    """Guards: on hybrids and windows the common prefix is read again for every prompt."""
+    check_read_once(shared, folders[family], 40, 700)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_thousand_prompts_over_one_prefix(shared, folders, family):
+    """Guards: the cost of a batch grows with the prefix; memory grows with the batch."""
+    session, fed, unique = check_read_once(shared, folders[family], 1000, 2000)
+    engine, read_s = session.engine, session.stats.prompt_s
+    prompts = [engine.render(r["messages"]) for r in over_one_document(5, 2000)]
+    alone_s = sum(seconds_to_read(engine, prompt) for prompt in prompts) / 5
+    print(f"{family}: fed {fed:,} of {unique:,}; {1000 * alone_s / read_s:.0f} times less time")
+    assert 1000 * alone_s > 10 * read_s
+
+
+def seconds_to_read(engine, prompt) -> float:
+    session = engine.session()
+    session.sync(prompt)
+    return session.stats.prompt_s
+
+
+def test_several_completions_read_the_prompt_once(shared, folders):
+    """Guards: `n` reads the prompt n times, or gives one text n times."""
+    body = {"prompt": "x" * 300, "n": 4, "temperature": 1}
+    assert run(write_jsonl("in", [body]), "out", folders["qwen3_next"], {"max_tokens": 5}) == 0
+    (result,) = read_jsonl("out")
+    choices = result["response"]["body"]["choices"]
+    assert len({c["message"]["content"] for c in choices}) == 4
+    usage = result["response"]["body"]["usage"]
+    assert usage["completion_tokens"] == 20
+    (session,) = shared.sessions
+    assert session.counters.fed_tokens == usage["prompt_tokens"] + 20
+
+
+@pytest.mark.parametrize(
+    ("family", "n"),
+    [("qwen3_next", 120), *(pytest.param(f, 1000, marks=pytest.mark.slow) for f in FAMILIES)],
+)
+def test_memory_is_flat(shared, folders, monkeypatch, family, n):
+    """Guards: states, marks or results of finished requests stay alive."""
+    source = write_jsonl("in", over_one_document(n, 300))
+    held = []
+    update = batch.progress.BatchProgress.update
+
+    def look(self):
+        update(self)
+        if self._tally.done in (n // 4, n):
+            gc.collect()
+            held.append((mx.get_active_memory(), len(gc.get_objects())))
+
+    monkeypatch.setattr(batch.progress.BatchProgress, "update", look)
+    assert run(source, "out", folders[family], {"max_tokens": 3}) == 0
+    (early, objects), (late, more) = held
+    assert late < 1.1 * early + 1e6 and more < objects + 2 * n
+
+
+# --- errors, one line at a time -----------------------------------------------------------------
+
+
+def test_a_bad_line_becomes_an_error_and_the_run_goes_on(shared, folders, monkeypatch):
+    """Guards: one bad line of thousands ends the run, or spoils the session for the others."""
+    lines = [{"prompt": "a"}, {"prompt": ""}, {"prompt": "b" * 9000}, {"prompt": "c"}]
+    source = write_jsonl("in", [*lines, {"prompt": "a", "logit_bias": {"99999": 1}}])
+    assert run(source, "out", folders["qwen3_next"]) == 1
+    errors = [r["error"] and r["error"]["message"] for r in read_jsonl("out")]
+    assert errors[0] is errors[3] is None
+    assert "line 2: `prompt` wants text" in errors[1] and "`8192`" in errors[2]
+    assert "`logit_bias` names token `99999`" in errors[4]
+
+
+def test_an_unexpected_failure_costs_one_line(shared, folders, monkeypatch):
+    """Guards: a bug or a lack of memory in one request takes the whole batch along."""
+    complete, calls = generate.complete, []
+
+    def failing(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return complete(*args, **kwargs)
+
+    source = write_jsonl("in", mixed_requests(4))
+    run(source, "whole", folders["qwen3_next"])
+    monkeypatch.setattr(generate, "complete", failing)
+    assert run(source, "out", folders["qwen3_next"]) == 1
+    codes = [r["error"] and r["error"]["code"] for r in read_jsonl("out")]
+    assert codes.count("internal_error") == 1
+    assert run(source, "out", folders["qwen3_next"], resume=True) == 0
+    assert Path("out").read_bytes() == Path("whole").read_bytes()
+
+
+def test_fail_fast_stops_at_the_first_failure(shared, folders):
+    """Guards: hours of work after a mistake that spoils every line."""
+    source = write_jsonl("in", [{"prompt": "a"}, {}, {"prompt": "b"}])
+    with pytest.raises(batch.Interrupted.__base__, match="line 2"):
+        run(source, "out", folders["llama"], fail_fast=True)
+    assert [r["error"] is None for r in read_jsonl("out")] == [True, False]
+
+
+def test_tools_of_a_line(shared, folders):
+    """Guards: the tools of a body do not reach the template, or stay for the next line."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    lines = [{**body, "tools": [tool]}, {**body, "tools": [tool], "tool_choice": "none"}, body]
+    assert run(write_jsonl("in", lines), "out", folders["llama"]) == 0
+    tokens = [r["response"]["body"]["usage"]["prompt_tokens"] for r in read_jsonl("out")]
+    assert tokens[0] > tokens[1] + 30 and tokens[1] == tokens[2]
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def command(*args, stdin=""):
+    return CliRunner().invoke(app, ["generate", *map(str, args)], input=stdin)
+
+
+BAD_USE = [
+    (["hi", "--batch", "in"], "`--batch` and `--prompt` contradict"),
+    (["-f", "in", "--batch", "in"], "`--batch` and `--file` contradict"),
+    (["hi", "-o", "out"], "`--output` needs `--batch`"),
+    (["hi", "--resume"], "`--resume` needs `--batch`"),
+    (["--batch", "missing"], "`missing`"),
+    (["--batch", "in", "--resume"], "nothing to resume on standard output"),
+    (["--batch", "in", "-o", "in"], "`in` is the input"),
+    (["--batch", "in", "-o", "no/out"], "cannot write `no/out`"),
+    (["--batch", "in", "-o", "old"], "`old` has results already"),
+    (["--batch", "twice"], "line 3: `custom_id` `a` is taken"),
+    (["--batch", "-"], "line 2: `custom_id` `a` is taken"),
+]
+
+
+@pytest.mark.parametrize(("args", "message"), BAD_USE)
+def test_bad_use_is_one_line_exit_2_and_loads_nothing(shared, args, message):
+    """Guards: a mistake in the input shows after an hour, or after the model was loaded."""
+    write_jsonl("in", [{"prompt": "a"}])
+    twice = [{"prompt": "a", "custom_id": "a"}, {"prompt": "b"}, {"prompt": "c", "custom_id": "a"}]
+    write_jsonl("twice", twice)
+    Path("old").write_text("{}\n")
+    stdin = "".join(json.dumps(twice[i]) + "\n" for i in (0, 2))
+    result = command(*args, stdin=stdin)
+    assert result.exit_code == 2, result.stderr
+    assert result.stderr.splitlines()[0].startswith("error: ") and message in result.stderr
+    assert result.stdout == "" and shared.sessions == []
+
+
+def test_output_on_stdout_is_json_lines_and_nothing_else(shared, folders):
+    """Guards: progress or warnings in the middle of the data."""
+    lines = [{"prompt": "a", "user": "me"}, {"prompt": "b"}]
+    stdin = "".join(json.dumps(line) + "\n" for line in lines)
+    result = command("--batch", "-", "-m", folders["llama"], "-n", 2, stdin=stdin)
+    assert result.exit_code == 0
+    assert [json.loads(x)["custom_id"] for x in result.stdout.splitlines()] == ["line-1", "line-2"]
+    assert "nothing reads `user`" in result.stderr and "2 of 2 done" in result.stderr
+
+
+def test_plain_lines(shared, folders):
+    """Guards: `--lines` answers empty lines, or takes text for JSON."""
+    result = command("--batch", "-", "--lines", "-m", folders["llama"], "-n", 2, stdin="a\n\n{b\n")
+    found = [json.loads(line)["custom_id"] for line in result.stdout.splitlines()]
+    assert (result.exit_code, found) == (0, ["line-1", "line-3"])
+
+
+def test_nothing_to_do(shared):
+    """Guards: an empty input loads a model, or is an error."""
+    assert command("--batch", "-", stdin="\n").exit_code == 0
+    assert shared.sessions == []
+
+
+def test_progress_is_a_line_per_tenth(shared, folders):
+    """Guards: a log with a line per request, or none at all."""
+    source = write_jsonl("in", [{"prompt": f"{i}"} for i in range(40)])
+    result = command("--batch", source, "-o", "out", "-m", folders["llama"], "-n", 1)
+    lines = [line for line in result.stderr.splitlines() if "done" in line]
+    assert len(lines) == 10 and lines[-1].startswith("40 of 40 done")
+    assert (
+        command("--batch", source, "-o", "o2", "-m", folders["llama"], "-n", 1, "-q").stderr == ""
+    )
+
+
+def test_an_interrupted_run_says_how_to_go_on(shared, folders, monkeypatch):
+    """Guards: Ctrl-C writes half an answer as a whole one, or leaves the user without a way on."""
+    monkeypatch.setattr(terminal.Interrupts, "__call__", lambda self: os.path.exists("stop"))
+    update = batch.progress.BatchProgress.update
+
+    def stop_at_two(self):
+        update(self)
+        if self._tally.done == 2:
+            Path("stop").touch()
+
+    monkeypatch.setattr(batch.progress.BatchProgress, "update", stop_at_two)
+    source = write_jsonl("in", mixed_requests(5))
+    args = ["--batch", source, "-o", "out", "-m", folders["llama"], "-n", 3]
+    result = command(*args)
+    assert result.exit_code == 130
+    assert "stopped: 2 of 5 done" in result.stderr and "`--resume`" in result.stderr
+    assert len(read_jsonl("out")) == 2
+    os.remove("stop")
+    monkeypatch.setattr(batch.progress.BatchProgress, "update", update)
+    assert command(*args, "--resume").exit_code == 0
+    command("--batch", source, "-o", "whole", "-m", folders["llama"], "-n", 3)
+    assert Path("out").read_bytes() == Path("whole").read_bytes()
+
+
+# --- real processes -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def zygote():
+    zygote = Zygote()
+    yield zygote
+    zygote.close()
+
+
+def size_of(path: Path) -> int:
+    names = (path, path.with_name(path.name + ".waiting"))
+    return sum(p.stat().st_size for p in names if p.exists())
+
+
+def kill_when_grown(pid: int, path: Path, size: int, rng: random.Random) -> None:
+    """Kill -9 a little after the output has `size` bytes; or when the process is at its end."""
+    end = time.monotonic() + 30
+    while size_of(path) < size and time.monotonic() < end and os.path.exists(f"/proc/{pid}"):
+        time.sleep(0.001)
+    time.sleep(rng.random() * 0.01)
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self"), reason="watches processes in /proc")
+@pytest.mark.parametrize(
+    ("group", "kills"),
+    [(False, 4), (True, 4)] + [pytest.param(g, 50, marks=pytest.mark.slow) for g in (False, True)],
+)
+def test_killed_runs_end_in_the_same_bytes(zygote, folders, tmp_path, group, kills):
+    """Guards: work lost or spoilt by kill -9, whenever it comes."""
+    rng = random.Random(group)
+    source = write_jsonl("in", mixed_requests(3 * kills))
+    args = ["generate", "-q", "--batch", source, "-m", folders["qwen3_next"], "-n", 5]
+    args += ["--group"] if group else []
+    zygote.start([*args, "-o", "whole"], tmp_path)
+    assert zygote.wait() == 0
+    whole, out = (tmp_path / "whole").read_bytes(), tmp_path / "out"
+    for _ in range(kills):
+        pid = zygote.start([*args, "-o", "out", "--resume"], tmp_path)
+        growth = rng.randrange(1, 4 * len(whole) // (3 * kills))
+        kill_when_grown(pid, out, size_of(out) + growth, rng)
+        assert zygote.wait() == -signal.SIGKILL
+    zygote.start([*args, "-o", "out", "--resume"], tmp_path)
+    assert zygote.wait() == 0
+    assert out.read_bytes() == whole
+    assert not out.with_name("out.waiting").exists()
+
+
+def test_a_full_disk_is_one_line_and_costs_one_answer(zygote, folders, tmp_path):
+    """Guards: a traceback, or half a line that the next run stumbles over."""
+    source = write_jsonl("in", mixed_requests(6))
+    args = ["generate", "-q", "--batch", source, "-m", folders["llama"], "-n", 5, "-o", "out"]
+    zygote.start(args, tmp_path, fsize=2500)
+    assert zygote.wait() == 1
+    error, hint = (tmp_path / "stderr").read_text().splitlines()
+    assert error == "error: cannot write `out`: file too large" and "--resume" in hint
+    done = (tmp_path / "out").read_bytes()
+    assert done.endswith(b"\n") and 0 < done.count(b"\n") < 6
+    zygote.start([*args, "--resume"], tmp_path)
+    assert zygote.wait() == 0
+    assert (tmp_path / "out").read_bytes().startswith(done)
+
+
+def test_answers_come_while_the_input_is_open(zygote, folders, tmp_path):
+    """Guards: a producer that waits for the first answer waits forever; Ctrl-C while nothing comes
+    has no effect."""
+    os.mkfifo(tmp_path / "fifo")
+    args = ["generate", "--batch", "-", "-m", folders["llama"], "-n", 2]
+    pid = zygote.start(args, tmp_path, stdin="fifo")
+    writer = os.open(tmp_path / "fifo", os.O_WRONLY)
+    for number in (1, 2):
+        os.write(writer, b'{"prompt": "x"}\n')
+        wait_for(lambda n=number: (tmp_path / "stdout").read_text().count("\n") == n)
+    os.kill(pid, signal.SIGINT)
+    assert zygote.wait() == 130
+    os.close(writer)
+    assert "stopped: 2 done" in (tmp_path / "stderr").read_text()
+
+
+def wait_for(condition) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
