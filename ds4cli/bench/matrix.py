@@ -49,8 +49,8 @@ class Matrix:
     def quick(cls) -> Matrix:
         """Small enough to end within a minute on the built-in model."""
         return cls(
-            contexts=(512,),
-            distances=(8, 64, 256, 384),
+            contexts=(384,),
+            distances=(8, 64, 256),
             num_trials=2,
             generate=32,
             pairs=3,
