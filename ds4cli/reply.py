@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ds4cli.errors import StateError
 from ds4cli.text import Detokenizer, StopScanner
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Reply:
         self.calls: list[ParsedCall] = []
         self._decode = decode
         self._before = list(before)
+        self._stops = stops
         self._detokenizer = Detokenizer(decode, before)
         self._scanner = StopScanner(stops)
         self._closed_at: int | None = None  # where the last call ended, while nothing followed it
@@ -128,6 +130,16 @@ class Reply:
         self._scanner.forget(len(self.tokens))
         if self.guard is not None:
             self.guard.rewind(pos)
+
+    def moved(self, pos: int) -> Reply:
+        """The reply that goes on at `pos`: somebody took the session there between two events."""
+        if self.guard is not None:
+            raise StateError(
+                "the session was moved while a reply with tools was written", "begin another one"
+            )
+        is_inside = self.start <= pos <= self.pos
+        before = [*self._before, *self.tokens[: pos - self.start]] if is_inside else []
+        return Reply(self._decode, pos, before, self._stops)
 
     def report(self) -> list[int]:
         """The tokens that nothing can take back any more and that no event had yet."""

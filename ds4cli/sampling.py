@@ -30,7 +30,7 @@ class Sampler:
 
     def __init__(self, settings: Settings, token_limit: int):
         self.attempt = 0
-        self._settings = settings
+        self.settings = settings
         self._token_limit = token_limit
         self._filters = _filters(settings)
         self._bias = _bias(settings, token_limit)
@@ -39,7 +39,7 @@ class Sampler:
     @property
     def needs_history(self) -> bool:
         """Whether picks depend on the tokens before them."""
-        s = self._settings
+        s = self.settings
         penalties = s.repetition_penalty - 1, s.presence_penalty, s.frequency_penalty
         return any(penalties) and s.repetition_context_size != 0
 
@@ -59,7 +59,7 @@ class Sampler:
             rows = self._penalise(rows.astype(mx.float32), pos, history)
         if mask is not None:
             mask = _fit(mask, width)
-        if self._settings.temp == 0:
+        if self.settings.temp == 0:
             # The filters never drop the best token, and falling back to the whole row when they
             # drop the best allowed one is what greedy does without them.
             rows = rows if mask is None else mx.where(mask, rows, -mx.inf)
@@ -75,20 +75,20 @@ class Sampler:
         if mask is not None:
             kept = _allow(kept, rows, mask)
         noise = self._noise(pos, len(rows))[:, : rows.shape[-1]]
-        picks = mx.argmax(kept * (1 / self._settings.temp) + noise, axis=-1).astype(mx.int32)
+        picks = mx.argmax(kept * (1 / self.settings.temp) + noise, axis=-1).astype(mx.int32)
         return mx.where(mx.isnan(rows[:, 0]), 0, picks)  # for `refuse_nan`
 
     def _noise(self, pos: int, k: int) -> mx.array:
         """Gumbel noise (k, token_limit). Always the tokenizer's width: the generator's output
         depends on the shape, and a draft model with other padding must see the same noise."""
-        seed = self._settings.seed
+        seed = self.settings.seed
         keys = [position_key(seed, self.attempt, pos + i) for i in range(k)]
         draw = mx.vmap(lambda key: mx.random.gumbel((self._token_limit,), key=key))
         return draw(mx.array([[key >> 32, key & 0xFFFFFFFF] for key in keys], mx.uint32))
 
     def _penalise(self, rows: mx.array, pos: int, history: Sequence[int]) -> mx.array:
         """Bias and penalties in mlx-lm's order (`mlx_lm.sample_utils.make_logits_processors`)."""
-        s = self._settings
+        s = self.settings
         if self._bias is not None:
             rows = rows + self._bias[: rows.shape[-1]]
         if not self.needs_history:

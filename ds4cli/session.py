@@ -115,6 +115,7 @@ class Session:
         self.length = DraftLength(engine.settings)
         self._timeline = timeline
         self._next: tuple[int, int, int] | None = None  # pos, attempt, the token picked for it
+        self._moves = 0
         self._reply: Reply | None = None  # the one being streamed
         self._masked_at: int | None = None  # where only what the guard allows may be picked
 
@@ -194,6 +195,7 @@ class Session:
 
     def _moved(self, report: RewindReport) -> RewindReport:
         self._next = None
+        self._moves += 1
         self.drafter.rewind(self.pos)
         self.stats.count_move(report)
         return report
@@ -210,8 +212,9 @@ class Session:
         self.drafter.use(sampler)
 
     def fork(self) -> Session:
-        """An independent branch at the same position; both may go on."""
+        """An independent branch at the same position that samples alike; both may go on."""
         twin = self.engine.session_from(self._timeline.fork())
+        twin.use(self.sampler.settings)
         twin.attempt = self.attempt
         return twin
 
@@ -241,8 +244,9 @@ class Session:
                     raise StateError("there is nothing to go on from", "sync a prompt first")
                 self.rewind(self.pos)
             row = self.logits[None]
-            pick = self.sampler.pick(row, self.pos, self._timeline.tokens, self._mask())
-            self._next = (self.pos, self.attempt, pick.item())
+            pick = self.sampler.pick(row, self.pos, self._timeline.tokens, self._mask()).item()
+            refuse_nan(row, [pick])
+            self._next = (self.pos, self.attempt, pick)
         return self._next[2]
 
     def _mask(self) -> mx.array | None:
@@ -268,15 +272,16 @@ class Session:
         """One model call on the block; commit its first token and the drafts that agree."""
         begin = time.perf_counter()
         timeline, start = self._timeline, self.pos
+        timeline.abort()  # what a suspended stream runs ahead
         rows = timeline.feed(feed)
         try:
             picks = self.sampler.pick(rows, start + 1, [*timeline.tokens, *feed])
+            timeline.evaluate(picks)
+            picks = picks.tolist()
+            refuse_nan(rows, picks)
         except BaseException:
             timeline.abort()
             raise
-        timeline.evaluate(picks)
-        picks = picks.tolist()
-        refuse_nan(rows, picks)
         accepted = accepted_drafts(feed[1:], picks, self.engine.stop_ids)
         timeline.commit(1 + accepted)
         self._next = (self.pos, self.attempt, picks[accepted])
@@ -300,7 +305,8 @@ class Session:
         the first one, and the tokens that touch it are not in the state. since: position where the
         text that goes on began (for a reply that was cut). guard: watches for tool calls; one that
         leaves its grammar is repaired by going back, and the reply ends where the last call ends.
-        Leaving early keeps the session usable.
+        Leaving early keeps the session usable. Where the session was moved between two events, the
+        text goes on from there, unless a guard watches it (StateError).
         """
         settings = self.engine.settings
         limit = settings.max_tokens if max_tokens is None else max_tokens
@@ -325,7 +331,13 @@ class Session:
             text, reason = self._take(reply, step)
             reason = reason or self._reason_to_end(end, cancel)
             if reason is None:
+                here = self._moves, self.pos
                 yield Event(reply.report(), text)
+                if here != (self._moves, self.pos):
+                    steps.close()
+                    steps, reply = self._steps(end), reply.moved(self.pos)
+                    text, reason = "", self._reason_to_end(end, cancel)
+                self._reply = reply
         steps.close()
         yield self._last_event(reply, text, reason)
 
@@ -402,29 +414,32 @@ class Session:
         if token in self.engine.stop_ids:
             yield Step([], "stop")
             return
+        self._timeline.abort()  # what another, suspended stream runs ahead
         try:
-            pick = self._run_ahead(mx.array([token], mx.int32))
+            pick, row = self._run_ahead(mx.array([token], mx.int32))
             while self._timeline.open_blocks:
                 last = end is not None and self.pos + 1 >= end
                 alone = last or self._timeline.leaves_mark(1)
-                following = None if alone else self._run_ahead(pick)
+                following = (None, None) if alone else self._run_ahead(pick)
                 value = pick.item()
+                refuse_nan(row, [value])
                 self._timeline.commit(1)
                 self._count_plain(value)
                 yield Step([token])
                 if value in self.engine.stop_ids:
                     return
-                token, pick = value, following
+                token, (pick, row) = value, following
         finally:
             self._timeline.abort()
 
-    def _run_ahead(self, token: mx.array) -> mx.array:
-        """Open a block on a token (1,) that may not be known yet; the next pick, being computed."""
+    def _run_ahead(self, token: mx.array) -> tuple[mx.array, mx.array]:
+        """Open a block on a token (1,) that may not be known yet; the next pick (1,) and the row
+        (1, V) it is made from, both being computed."""
         pos = self.pos + self._timeline.open_blocks + 1
-        rows = self._timeline.feed(token)
-        pick = self.sampler.pick(rows, pos, ())
+        row = self._timeline.feed(token)
+        pick = self.sampler.pick(row, pos, ())
         self._timeline.evaluate(pick, wait=False)
-        return pick
+        return pick, row
 
     def _count_plain(self, following: int) -> None:
         self._next = (self.pos, self.attempt, following)

@@ -210,19 +210,22 @@ class Timeline:
         Returns the tokens published. Only the newest block can be cut.
         """
         block = self._open[0]
+        before = self.logits, self.record, self.horizon.copy(), self.ladder.copy()
         try:
             feed = block.feed.tolist() if isinstance(block.feed, mx.array) else list(block.feed)
             if rows < len(feed):
                 assert len(self._open) == 1, "a later block stands on the rows to be cut"
                 self._keep_head(block, rows)
+            del self._open[0]
+            self.tokens.extend(feed[:rows])
+            self.logits, self.record = block.row(rows), (block.start, self.pos)
+            self._remember(block, rows, before[0])
         except BaseException:
-            self.abort()
+            self._restore(block.holds)
+            self._open = []
+            del self.tokens[block.start :]
+            self.logits, self.record, self.horizon, self.ladder = before
             raise
-        del self._open[0]
-        row_before, self.logits = self.logits, block.row(rows)
-        self.tokens.extend(feed[:rows])
-        self.record = (block.start, self.pos)
-        self._remember(block, rows, row_before)
         return feed[:rows]
 
     def _keep_head(self, block: _Block, rows: int) -> None:

@@ -3,8 +3,26 @@
 from functools import lru_cache
 
 import pytest
-from oracle import FAMILIES, check, engine, plain, prompt
+from oracle import FAMILIES, Letters, check, engine, plain, prompt
 from tiny import build
+
+from ds4cli.errors import ModelError
+from ds4cli.settings import Settings
+
+MORE_FAMILIES = (
+    "qwen3_5",
+    "kimi_linear",
+    "jamba",
+    "mamba",
+    "plamo2",
+    "recurrent_gemma",
+    "baichuan_m1",
+    "gear",
+    "llama4",
+    "deepseek_v32",
+    "longcat_flash_ngram",
+    "exaone4",
+)
 
 
 @lru_cache
@@ -50,4 +68,112 @@ def test_forks_stream_side_by_side(name):
     assert said == [plain(model(name), prompt(10), 5)] * 2
     for s, stream in zip((session, twin), streams, strict=True):
         stream.close()
+        check(model(name), s)
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
+def test_a_session_that_is_moved_while_it_streams(name, drafter):
+    """Steps, rewinds and other streams between two events met the call that runs ahead."""
+    truth = plain(model(name), prompt(10), 30)
+
+    def begin():
+        return session_of(name, prompt(10), drafter=drafter, speculate="always")
+
+    session = begin()
+    streams = session.stream(max_tokens=12), session.stream(max_tokens=9)
+    for i in (0, 1, 0, 1, 1, 0):
+        next(streams[i])
+    session.step()
+    for stream in streams:
+        drain(stream)
+    assert session.tokens[10:] == truth[: session.pos - 10]
+    check(model(name), session)
+
+    text = Letters().decode(truth)
+    session = begin()
+    for i, _ in enumerate(session.stream(max_tokens=30, stop=[text[9:13]])):
+        if i == 3:
+            session.rewind(11)
+    assert session.tokens[10:] == truth[: text.index(text[9:13])]
+    check(model(name), session)
+
+
+def test_a_stream_ends_at_its_limit_when_the_session_was_moved_past_it():
+    """The limit was not looked at again after an event."""
+    session = session_of("llama", prompt(10))
+    stream = session.stream(max_tokens=5)
+    next(stream)
+    session.sync(prompt(30))
+    assert [(e.tokens, e.text, e.finish_reason) for e in stream] == [([], "", "length")]
+    assert session.tokens == prompt(30)
+
+
+@pytest.mark.parametrize("place", ["_drop_first", "append", "_merge", "_trim"])
+def test_an_error_while_a_block_is_remembered_undoes_the_block(place, monkeypatch):
+    """A step that raised had committed its tokens already, and nobody had seen them."""
+    session = session_of("qwen3_next", prompt(20), horizon_tokens=16)
+    drain(session.stream(max_tokens=40))
+
+    def fail(*_):
+        raise MemoryError("planted")
+
+    for _ in range(70):
+        before, record, row = session.tokens, session._timeline.record, session.logits
+        with monkeypatch.context() as patch:
+            patch.setattr(f"ds4cli.horizon.Horizon.{place}", fail)
+            try:
+                session.step(drafts=[1])
+            except MemoryError:
+                break
+    assert (session.tokens, session._timeline.record) == (before, record)
+    assert session.logits is row and not session._timeline.open_blocks
+    for pos in (session.pos, session.pos - 3, session.pos - 1):
+        session.rewind(pos)
+        check(model("qwen3_next"), session)
+    drain(session.stream(max_tokens=3))
+    check(model("qwen3_next"), session)
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_not_a_number_is_said_and_undone(drafter):
+    """Plain decoding wrote token 0 for ever; a block stayed open and the next one was misread."""
+    broken = build("llama", scale=2.0)
+    session = engine("llama", model=broken, drafter=drafter, speculate="always").session()
+    session.sync(prompt(10))
+    good = broken.model.norm.weight
+    broken.model.norm.weight = good * float("nan")
+    with pytest.raises(ModelError):
+        drain(session.stream(max_tokens=8))
+    assert session.tokens == prompt(10)
+    broken.model.norm.weight = good
+    assert drain(session.stream(max_tokens=5)) == plain(broken, prompt(10), 5)
+    broken.model.norm.weight = good * float("nan")
+    session.sync([1, 2, 3])
+    with pytest.raises(ModelError):
+        session.next_token()
+
+
+def test_a_fork_samples_as_the_session_it_was_taken_from():
+    """After `use` a fork sampled with the engine's settings again."""
+    session = session_of("llama", prompt(10), temp=0.0)
+    session.use(Settings(temp=1.5, seed=7))
+    session.attempt = 2
+    twin = session.fork()
+    assert drain(twin.stream(max_tokens=12)) == drain(session.stream(max_tokens=12))
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *MORE_FAMILIES])
+def test_forks_of_forks_write_and_go_back(name):
+    """deepseek_v32 replaces its keys after each call: its values were still shared, and written."""
+    session = session_of(name, prompt(18))
+    session.mark("turn")
+    forks = [session.fork(), session.fork().fork()]
+    session.step()
+    session.rewind(9)
+    session.step(drafts=[1, 2])
+    forks[1].rewind(12)
+    forks[1].step()
+    for s in (*forks, session, session.fork()):
+        s.sync([*s.tokens, 3, 4])
         check(model(name), s)

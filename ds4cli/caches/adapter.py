@@ -207,20 +207,22 @@ class SharedRows(CursorAdapter):
         super().__init__(cache)
         self._kin: weakref.WeakSet[SharedRows] = weakref.WeakSet([self])
 
-    def _buffer(self) -> mx.array | None:
-        return self.cache.keys
+    def _buffers(self) -> tuple[Any, Any]:
+        """What a write goes into. Either may be shared alone: deepseek_v32 puts another `keys`
+        object into its cache after every call."""
+        return self.cache.keys, self.cache.values
 
     def _leave(self) -> None:
         """Keep only views of our rows: the next write finds no room in them and copies."""
         raise NotImplementedError
 
     def before_write(self, same_rows: bool = False) -> None:
-        pos, mine = self.cache.offset, self._buffer()
-        sharers = [a for a in self._kin if a is not self and a._buffer() is mine]
-        if mine is not None and any(a.end() > pos for a in sharers):
+        pos, mine = self.cache.offset, self._buffers()
+        sharers = [a for a in self._kin if a is not self and _share(a._buffers(), mine)]
+        if any(a.end() > pos for a in sharers):
             self._leave()
         for hold in self._holds:
-            if hold.rows[0] is self.cache.keys and not same_rows:
+            if _share(hold.rows, self._references()) and not same_rows:
                 hold.note_write(pos)
 
     def _references(self) -> Any:
@@ -236,6 +238,11 @@ class SharedRows(CursorAdapter):
         twin = super().fork()
         self._kin.add(twin)
         return twin
+
+
+def _share(a: tuple, b: tuple) -> bool:
+    """Whether two (keys, values, ...) have an array object in common."""
+    return any(x is y is not None for x, y in zip(a[:2], b[:2], strict=True))
 
 
 class ReplacedRows(CursorAdapter):

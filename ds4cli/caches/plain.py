@@ -60,8 +60,8 @@ class QuantizedAdapter(KVAdapter):
 
     kind = "quantized kv"
 
-    def _buffer(self) -> mx.array | None:
-        return self.cache.keys[0] if self.cache.keys else None
+    def _buffers(self) -> tuple[Any, Any]:
+        return tuple(packed[0] if packed else None for packed in super()._buffers())
 
     def load_state(self, arrays: dict[str, mx.array], meta: dict[str, Any]) -> None:
         triples = [
