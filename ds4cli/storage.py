@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +52,24 @@ def write(path: str | Path, tree: Any, fingerprint: str) -> None:
     body = json.dumps(pack(tree, arrays))
     arrays = {name: _written_out(a) for name, a in arrays.items()} or {"a0": mx.zeros(1)}
     metadata = {"format": FORMAT, "fingerprint": fingerprint, "body": body}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.safetensors")
+    temporary = None
     try:
+        temporary = _temporary_beside(path)
         mx.save_safetensors(str(temporary), arrays, metadata)
         _sync(temporary, sum(a.nbytes for a in arrays.values()))
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
         raise StateError(f"cannot save the session to `{path}`: {error}") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+def _temporary_beside(path: Path) -> Path:
+    """A new empty file in the folder of `path`; its name fits wherever the name of `path` does."""
+    handle, name = tempfile.mkstemp(".safetensors", ".ds4cli-", path.parent)
+    os.close(handle)
+    return Path(name)
 
 
 def _written_out(array: mx.array) -> mx.array:
@@ -91,4 +101,7 @@ def read(path: str | Path, fingerprint: str) -> Any:
             f"session file `{path}` belongs to another model or tokenizer",
             "load it with the model that wrote it",
         )
-    return unpack(json.loads(metadata["body"]), arrays)
+    try:
+        return unpack(json.loads(metadata["body"]), arrays)
+    except (KeyError, ValueError) as error:
+        raise StateError(f"session file `{path}` is torn: {error!r}") from None

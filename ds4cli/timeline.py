@@ -143,6 +143,11 @@ class Timeline:
         return len(self.tokens)
 
     @property
+    def _kv_kind(self) -> str:
+        bits, group = self._kv["kv_bits"], self._kv["kv_group_size"]
+        return "whole" if bits is None else f"{bits}-bit (groups of {group})"
+
+    @property
     def open_blocks(self) -> int:
         """Model calls that are fed but not committed."""
         return len(self._open)
@@ -513,12 +518,19 @@ class Timeline:
         return {
             "tokens": list(self.tokens),
             "logits": self.logits,
+            "kv": self._kv_kind,
             "layers": [{"arrays": arrays, "meta": meta} for arrays, meta in layers],
             "frontiers": [vars(f) for f in self.ladder.frontiers],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Stand where `state` was taken, on a new timeline of the same model."""
+        """Stand where `state` was taken, on a new timeline of the same model. StateError if its
+        attention caches are of another kind."""
+        if state["kv"] != self._kv_kind:
+            raise StateError(
+                f"the session was saved with a {state['kv']} KV cache, this one is {self._kv_kind}",
+                "load it with the settings that wrote it: `--kv-bits`, `--kv-group-size`",
+            )
         for a, layer in zip(self.adapters, state["layers"], strict=True):
             a.load_state(layer["arrays"], layer["meta"])
         self.tokens, self.logits = list(state["tokens"]), state["logits"]
