@@ -543,6 +543,8 @@ class Timeline:
     def _last_call_tokens(self) -> int:
         """How many rows the final call of a feed may keep tape and logits for."""
         affordable = self.limits.chunk_tokens
+        if any(a.kind == "compressed" for a in self.adapters):  # a call drops all beyond its slack
+            affordable = min(affordable, self.limits.slack_tokens)
         if self.tape_bytes_per_token:
             affordable = min(
                 affordable, self.horizon.budget_bytes // (2 * self.tape_bytes_per_token)

@@ -125,6 +125,21 @@ def test_the_horizon_reaches_every_position_without_a_call(name):
         check(t)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("horizon", "chunk"), [(16, 64), (0, 64), (0, 1)])
+def test_what_a_sync_read_last_is_a_record(name, horizon, chunk):
+    """The last call was longer than what DeepSeek V4.1 holds: its first rows were not free."""
+    t = timeline(name, horizon=horizon, chunk=chunk)
+    t.sync(prompt(100))
+    t.sync([*t.tokens, *prompt(70, seed=5)])
+    start, end = t.record
+    assert start < end == 170
+    assert not any(t.plan(pos).forwards for pos in range(start, end + 1))
+    for pos in (start, end, (start + end) // 2, start + 1, end):
+        t.rewind(pos)
+        check(t)
+
+
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_short_of_budget_rows_go_first_and_one_token_is_fed(name):
     """Without its logits row a position costs one fed token, not a replay from a mark."""
