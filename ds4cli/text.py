@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# A UTF-8 character has at most four bytes; more pending tokens than this are no character.
-MAX_PENDING_TOKENS = 16
 REPLACEMENT = "\ufffd"
+# A character has at most four bytes, so at most three tokens wait for its end.
+MAX_WAITING_TOKENS = 3
+# Decoders look at what stands before a token: so many tokens are kept for that, and up to three
+# more, to begin with a whole character. Text that is no text is cut anywhere when it gets long.
+CONTEXT_TOKENS = 8
+LONG_TOKENS = 64
 
 
 class Detokenizer:
@@ -22,36 +26,43 @@ class Detokenizer:
 
     def __init__(self, decode: Callable[[list[int]], str], before: Sequence[int] = ()):
         self._decode = decode
-        self._tokens = list(before[-MAX_PENDING_TOKENS:])
-        self._shown = ""
-        if self._tokens:
-            self._shown = _settled(self._decode(self._tokens))
+        self._tokens = list(before[-LONG_TOKENS:])
+        self._shown = _settled(decode(self._tokens)) if self._tokens else ""
+        self._waiting = 0
 
     def push(self, token: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
         self._tokens.append(token)
+        self._waiting += 1
         text = self._decode(self._tokens)
-        if text.endswith(REPLACEMENT) and len(self._tokens) < 2 * MAX_PENDING_TOKENS:
+        if not text.endswith(REPLACEMENT):
+            return self._settle(text)
+        if self._waiting <= MAX_WAITING_TOKENS:
             return ""
-        return self._settle(text)
+        return self._settle(text, held=1)  # broken bytes, but the last may still begin a character
 
     def flush(self) -> str:
         """What is still held, incomplete characters as U+FFFD."""
         return self._settle(self._decode(self._tokens)) if self._tokens else ""
 
-    def _settle(self, text: str) -> str:
-        piece = text[len(self._shown) :]
-        self._shown = text
-        if len(self._tokens) > MAX_PENDING_TOKENS:
-            self._shorten()
+    def _settle(self, text: str, held: int = 0) -> str:
+        """Show `text` up to its last `held` characters."""
+        end = len(text) - held
+        piece = text[len(self._shown) : end]
+        self._shown = text[:end]
+        if not held:
+            self._waiting = 0
+        if len(self._tokens) >= 2 * CONTEXT_TOKENS:
+            self._shorten(held)
         return piece
 
-    def _shorten(self) -> None:
-        """Keep a few tokens of context: decoders look at what stands before a token."""
-        tail = self._tokens[-MAX_PENDING_TOKENS // 2 :]
-        shown = self._decode(tail)
-        if not shown.startswith(REPLACEMENT):
-            self._tokens, self._shown = tail, shown
+    def _shorten(self, held: int) -> None:
+        for size in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MAX_WAITING_TOKENS + 1):
+            tail = self._tokens[-size:]
+            text = self._decode(tail)
+            if not text.startswith(REPLACEMENT) or len(self._tokens) > LONG_TOKENS:
+                self._tokens, self._shown = tail, text[: len(text) - held]
+                return
 
 
 def _settled(text: str) -> str:
@@ -95,7 +106,14 @@ class StopScanner:
     def _stop_at(self, text: str, start: int) -> tuple[str, StopHit]:
         position = self._emitted + start
         self._held = ""
-        return text[:start], StopHit(sum(end <= position for end in self._ends))
+        kept = sum(end <= position for end in self._ends)
+        while kept and self._starts(kept - 1) == position:
+            kept -= 1  # its text, the first bytes of a character, came out with the stop string
+        return text[:start], StopHit(kept)
+
+    def _starts(self, index: int) -> int:
+        """Text length before a token."""
+        return self._ends[index - 1] if index else 0
 
     @property
     def settled(self) -> int:

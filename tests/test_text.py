@@ -1,7 +1,10 @@
 """Detokenising over token borders, and stop strings."""
 
+import random
+
 import pytest
 
+from ds4cli.reply import Reply
 from ds4cli.text import Detokenizer, StopScanner
 
 
@@ -27,6 +30,30 @@ def test_joined_pieces_equal_the_decoded_whole(text):
     pieces = [d.push(i) for i in ids]
     assert "\ufffd" not in "".join(pieces)
     assert "".join(pieces) + d.flush() == text
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_joined_pieces_equal_the_decoded_whole_in_long_text(seed):
+    """Three-byte characters only, or broken bytes, filled the buffer: then one was cut in two."""
+    rng = random.Random(seed)
+    alphabet = rng.choice(["日本語", "🎉日é a", "हि\u0301🙂", "a\n"])
+    data = bytearray("".join(rng.choices(alphabet, k=150)).encode())
+    for _ in range(seed % 5):
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    if seed % 7 == 0:
+        data = bytes(rng.choices([0xF0, 0x9F, 0xE3, 0x81, 0xC3], k=200))
+    d = Detokenizer(decode)
+    assert "".join(d.push(i) for i in data) + d.flush() == decode(data)
+    assert len(d._tokens) <= 65
+
+
+def test_a_stop_string_inside_a_character_run_keeps_no_part_of_it():
+    """The first bytes of a stop string's first character stayed in the state."""
+    for text, stop in (("ab🎉c", "🎉"), ("日本語", "本"), ("éé", "é"), ("x é", "é")):
+        reply = Reply(decode, 5, (), [stop])
+        taken = [reply.take([i]) for i in text.encode()]
+        kept = next(t.keep for t in taken if t.keep is not None)
+        assert kept == 5 + len(text[: text.index(stop)].encode())
 
 
 @pytest.mark.parametrize("cut", range(1, 9))
