@@ -92,7 +92,7 @@ def scan(pieces, stops):
     [
         (["ab", "ST", "OP", "cd"], ["STOP"], ("ab", 1)),
         (["abS", "TOPcd"], ["STOP"], ("ab", 0)),
-        (["a", "", "", "STOP"], ["STOP"], ("a", 3)),
+        (["a", "", "", "STOP"], ["STOP"], ("a", 1)),  # its first bytes may be in the empty ones
         (["ST", "ST", "OP"], ["STOP"], ("ST", 1)),
         (["ST", "O"], ["STOP"], ("STO", None)),
         (["aab", "c"], ["b", "abc"], ("aa", 0)),
