@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ class Zygote:
     """Starts `ds4cli` with arguments, one process at a time."""
 
     def __init__(self) -> None:
+        self._child: int | None = None
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -28,14 +30,25 @@ class Zygote:
         job: stdin (a file's name, /dev/null by default), fsize (largest file it may write, bytes).
         """
         words = [str(arg) for arg in args]
+        for name in ("stdout", "stderr"):
+            (folder / name).write_bytes(b"")
         request = {"args": words, "folder": str(folder), "stdin": "/dev/null", **job}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        self._child = int(self._process.stdout.readline())
+        return self._child
 
     def wait(self) -> int:
         """Its exit code, or minus the signal that ended it."""
-        return int(self._process.stdout.readline())
+        code = int(self._process.stdout.readline())
+        self._child = None
+        return code
+
+    def stop(self) -> None:
+        """End a process that a failed test left."""
+        if self._child is not None:
+            os.kill(self._child, signal.SIGKILL)
+            self.wait()
 
     def close(self) -> None:
         self._process.stdin.close()
@@ -61,7 +74,7 @@ def child(cli: Any, job: dict[str, Any]) -> int:
     os.chdir(job["folder"])
     streams = (job["stdin"], os.O_RDONLY), ("stdout", os.O_RDWR), ("stderr", os.O_RDWR)
     for number, (name, mode) in enumerate(streams):
-        os.dup2(os.open(name, mode | (os.O_CREAT | os.O_TRUNC if number else 0)), number)
+        os.dup2(os.open(name, mode), number)
     if "fsize" in job:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["fsize"], job["fsize"]))
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - a new buffer: the old one has our jobs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from batch_zygote import Zygote
-from folder import save_folder
+from folder import TEMPLATE, save_folder
 from typer.testing import CliRunner
 
 from ds4cli import batch, generate, terminal
@@ -108,10 +109,10 @@ def run(source: str, output: str, folder: str, settings=None, **request) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_do_not_depend_on_order_grouping_or_drafter(shared, folders, family):
     """Guards: a state that another request left behind reaches an answer; seeds by line number."""
-    requests, folder = mixed_requests(10), folders[family]
+    requests, folder = mixed_requests(8), folders[family]
     source = write_jsonl("in", requests)
     assert run(source, "plain", folder) == 0
-    mixed = write_jsonl("mixed", random.Random(3).sample(requests, 10))
+    mixed = write_jsonl("mixed", random.Random(3).sample(requests, 8))
     assert run(mixed, "shuffled", folder) == 0
     assert run(source, "grouped", folder, group=True) == 0
     assert run(source, "drafted", folder, {"drafter": "ngram", "speculate": "always"}) == 0
@@ -229,7 +230,7 @@ def test_several_completions_read_the_prompt_once(shared, folders):
 
 @pytest.mark.parametrize(
     ("family", "n"),
-    [("qwen3_next", 120), *(pytest.param(f, 1000, marks=pytest.mark.slow) for f in FAMILIES)],
+    [("qwen3_next", 80), *(pytest.param(f, 1000, marks=pytest.mark.slow) for f in FAMILIES)],
 )
 def test_memory_is_flat(shared, folders, monkeypatch, family, n):
     """Guards: states, marks or results of finished requests stay alive."""
@@ -291,12 +292,15 @@ def test_fail_fast_stops_at_the_first_failure(shared, folders):
     assert [r["error"] is None for r in read_jsonl("out")] == [True, False]
 
 
-def test_tools_of_a_line(shared, folders):
+def test_tools_of_a_line(shared, tmp_path):
     """Guards: the tools of a body do not reach the template, or stay for the next line."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     body = {"messages": [{"role": "user", "content": "hi"}]}
     lines = [{**body, "tools": [tool]}, {**body, "tools": [tool], "tool_choice": "none"}, body]
-    assert run(write_jsonl("in", lines), "out", folders["llama"]) == 0
+    # mlx-lm looks for these words to tell how a model writes calls.
+    template = TEMPLATE + "{# <tool_call> tool_call.name #}"
+    folder = str(save_folder(tmp_path / "tools", template=template))
+    assert run(write_jsonl("in", lines), "out", folder) == 0
     tokens = [r["response"]["body"]["usage"]["prompt_tokens"] for r in read_jsonl("out")]
     assert tokens[0] > tokens[1] + 30 and tokens[1] == tokens[2]
 
@@ -399,10 +403,16 @@ def test_an_interrupted_run_says_how_to_go_on(shared, folders, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def zygote():
+def parent():
     zygote = Zygote()
     yield zygote
     zygote.close()
+
+
+@pytest.fixture
+def zygote(parent):
+    yield parent
+    parent.stop()
 
 
 def size_of(path: Path) -> int:
@@ -416,7 +426,8 @@ def kill_when_grown(pid: int, path: Path, size: int, rng: random.Random) -> None
     while size_of(path) < size and time.monotonic() < end and os.path.exists(f"/proc/{pid}"):
         time.sleep(0.001)
     time.sleep(rng.random() * 0.01)
-    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self"), reason="watches processes in /proc")
@@ -433,11 +444,13 @@ def test_killed_runs_end_in_the_same_bytes(zygote, folders, tmp_path, group, kil
     zygote.start([*args, "-o", "whole"], tmp_path)
     assert zygote.wait() == 0
     whole, out = (tmp_path / "whole").read_bytes(), tmp_path / "out"
-    for _ in range(kills):
+    sizes = sorted(rng.randrange(len(whole)) for _ in range(kills))
+    codes = []
+    for size in sizes:
         pid = zygote.start([*args, "-o", "out", "--resume"], tmp_path)
-        growth = rng.randrange(1, 4 * len(whole) // (3 * kills))
-        kill_when_grown(pid, out, size_of(out) + growth, rng)
-        assert zygote.wait() == -signal.SIGKILL
+        kill_when_grown(pid, out, size, rng)
+        codes.append(zygote.wait())
+    assert set(codes) <= {0, -signal.SIGKILL} and codes.count(0) <= kills // 4
     zygote.start([*args, "-o", "out", "--resume"], tmp_path)
     assert zygote.wait() == 0
     assert out.read_bytes() == whole
