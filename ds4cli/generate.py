@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ds4cli.tools import Guard, ParsedCall, Tool
     from ds4cli.vocabulary import Vocabulary
 
+BUILTIN_NOTE = "built-in demo model; -m takes a folder or a hub id"
 NO_BACKEND_HINT = 'on Linux install one: `pip install "ds4cli[cpu]"`, or `ds4cli[cuda13]`'
 
 
@@ -173,6 +174,8 @@ def load_engine(
     begin = time.perf_counter()
     with terminal.status(f"loading {settings.model}") if not quiet else contextlib.nullcontext():
         engine = _engine_class().load(before_weights=before_weights, **_fields(settings))
+    if settings.model == "builtin" and not quiet:
+        terminal.note(BUILTIN_NOTE)
     if verbose:
         terminal.note(f"loaded {settings.model} in {time.perf_counter() - begin:.1f} s")
         for line in [*blas.notices(), *engine.notices, *str(engine.capabilities).splitlines()]:

@@ -30,11 +30,19 @@ def engine(monkeypatch):
     monkeypatch.setattr(FakeEngine, "pieces", FakeEngine.pieces)
     monkeypatch.setattr(generate, "_engine_class", lambda: FakeEngine)
     monkeypatch.setattr(generate, "peak_bytes", lambda: 2_000_000_000)
+    monkeypatch.setenv("DS4CLI_MODEL", "scripted")
     return FakeEngine
 
 
 def run(*args, stdin="", command="generate"):
     return CliRunner().invoke(app, [command, *args], input=stdin)
+
+
+def test_the_demo_model_says_what_it_is():
+    """Somebody who judges ds4cli by the built-in model must know that it is a demonstration."""
+    assert "built-in demo model; -m" in run("Hi", "-m", "builtin").stderr
+    assert run("Hi", "-m", "builtin", "-q").stderr == ""
+    assert "demo" not in run("Hi").stderr
 
 
 def prompt_of(engine):
@@ -190,7 +198,8 @@ def test_files_profiles_and_the_environment_reach_the_engine(engine, monkeypatch
     monkeypatch.setenv("DS4CLI_SEED", "5")
     run("hi", "--profile", "p")
     run("hi", "--no-config")
-    assert engine.loaded == [Settings(temp=0.5, top_k=2, seed=5), Settings(seed=5)]
+    ours = {"model": "scripted", "seed": 5}
+    assert engine.loaded == [Settings(temp=0.5, top_k=2, **ours), Settings(**ours)]
 
 
 def test_show_config_is_toml_with_origins_and_loads_nothing(engine):
