@@ -7,7 +7,10 @@ import gc
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -493,3 +496,32 @@ def wait_for(condition) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+# --- examples -----------------------------------------------------------------------------------
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def test_the_example_requests_are_answered(shared, folders):
+    """Guards: the first batch that a reader tries has a field that nothing reads, or fails."""
+    source = EXAMPLES / "batch.jsonl"
+    result = command("--batch", source, "-m", folders["llama"], "-n", 2)
+    assert result.exit_code == 0
+    assert result.stdout.count("\n") == 5 and "ignored" not in result.stderr
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq")
+def test_the_example_script_runs(folders, tmp_path, monkeypatch):
+    """Guards: the shell example is out of date."""
+    script = f'#!/bin/sh\nexec "{sys.executable}" -m ds4cli "$@"\n'
+    (tmp_path / "ds4cli").write_text(script)
+    (tmp_path / "ds4cli").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text(f"text {name}\n")
+    args = ["sh", EXAMPLES / "batch.sh", tmp_path, "What is it?", "-m", folders["llama"], "-n", "2"]
+    done = subprocess.run(args, capture_output=True, text=True, check=True)
+    found = [line.partition("\t")[0] for line in done.stdout.splitlines()]
+    assert found == [f"{tmp_path}/one.txt", f"{tmp_path}/two.txt"]
