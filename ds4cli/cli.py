@@ -31,6 +31,7 @@ class App(TyperGroup):
         """Run and exit: 0 done, 1 failed, 2 bad usage, 130 interrupted."""
         words = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
+        _fill_closed_streams()
         try:
             code = super().main(words, *rest, **extra)
             sys.stdout.flush()
@@ -39,6 +40,20 @@ class App(TyperGroup):
                 traceback.print_exc()
             code = explain(error)
         sys.exit(code or 0)
+
+
+def _fill_closed_streams() -> None:
+    """A file opened under the number of a closed stream is mistaken for it; mlx cannot read one
+    that is number 0."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def explain(error: Exception) -> int:

@@ -125,7 +125,7 @@ def _read_file(name: str) -> str:
     try:
         data = Path(name).expanduser().read_bytes()
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read `{name}`: {_reason(error)}") from None
+        raise UsageError(f"cannot read `{name}`: {_reason(error)}", "name a text file") from None
     return _decode(data, f"`{name}`")
 
 

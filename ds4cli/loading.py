@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.utils import dequantize_model, hf_repo_to_path, load_model, load_tokenizer
+from mlx_lm.utils import _get_classes, dequantize_model, hf_repo_to_path, load_model, load_tokenizer
 
 from ds4cli.errors import ModelError, UsageError
 
@@ -67,7 +67,17 @@ def find(name: str, offline: bool = False) -> Source:
         raise UsageError(f"cannot read `{path}`: {error}") from None
     if not isinstance(config, dict) or "model_type" not in config:
         raise UsageError(f"`{path}` names no model_type")
+    if "model_file" not in config:  # code of its own: mlx-lm says what it thinks of that
+        _check_type(name, config)
     return Source(name, folder, config)
+
+
+def _check_type(name: str, config: dict[str, Any]) -> None:
+    """UsageError for a type that mlx-lm has no code for, before the tokenizer is read."""
+    try:
+        _get_classes(config)
+    except ValueError as error:
+        raise UsageError(f"cannot load `{name}`: {error}", _unsupported_hint(error)) from None
 
 
 def _folder(name: str, offline: bool) -> Path:

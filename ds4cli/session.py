@@ -438,6 +438,7 @@ class Session:
         pos = self.pos + self._timeline.open_blocks + 1
         row = self._timeline.feed(token)
         pick = self.sampler.pick(row, pos, ())
+        self.stats.forwards += 1
         self._timeline.evaluate(pick, wait=False)
         return pick, row
 
@@ -445,7 +446,6 @@ class Session:
         self._next = (self.pos, self.attempt, following)
         self.stats.count_block(0, 0)
         self.stats.generated_tokens += 1
-        self.stats.forwards += 1
 
     def _reason_to_end(self, end: int | None, cancel: Callable[[], bool]) -> str | None:
         ends = [limit for limit in (end, self.engine.context_tokens) if limit is not None]

@@ -173,7 +173,7 @@ class Settings:
         512, int, REWIND, "Prompt tokens per model call.", **_at_least(1)
     )
     kv_bits: int | None = _setting(
-        None, int, REWIND, "Quantise attention caches to this.", **_one_of(2, 3, 4, 5, 6, 8)
+        None, int, REWIND, "Quantise attention caches to this.", **_one_of(2, 4, 8)
     )
     kv_group_size: int = _setting(
         64, int, REWIND, "Group size for --kv-bits.", **_one_of(32, 64, 128)
@@ -356,7 +356,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"cannot read config file `{path}`: {reason}") from None
     except tomli.TOMLDecodeError as error:
         message = f"config file `{path}` is not valid TOML: line {error.lineno}: {error.msg}"
-        raise UsageError(message) from None
+        raise UsageError(message, 'texts need quotes: `temp = 0.7`, `model = "NAME"`') from None
     except UnicodeDecodeError:
         raise UsageError(f"config file `{path}` is not UTF-8 text") from None
 

@@ -192,3 +192,23 @@ def test_help_is_fast():
     """Guards: an import that makes every mistyped flag cost seconds."""
     help = [sys.executable, "-m", "ds4cli", "--help"]
     assert min(processor_seconds(help) for _ in range(3)) < 0.4
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams(model_folder, closed):
+    """With stdin closed the weights could not be opened; with stdout closed there was no object."""
+    command = f"{sys.executable} -m ds4cli generate -m {model_folder} -n 2 hi {closed}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_model_type_is_one_line(model_folder, tmp_path):
+    """The tokenizer's library printed a paragraph before the error."""
+    folder = shutil.copytree(model_folder, tmp_path / "unknown")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "frobnicate"}))
+    command = [sys.executable, "-m", "ds4cli", "generate", "-m", str(folder), "hi"]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2 and [line[:5] for line in lines] == ["error", "hint:"]
+    assert "frobnicate" in lines[0]
