@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ds4cli import blas, terminal
 from ds4cli.errors import ModelError, UsageError
-from ds4cli.reasoning import ReasoningSplitter
+from ds4cli.reasoning import ReasoningSplitter, markers
 from ds4cli.settings import Settings
 
 if TYPE_CHECKING:
@@ -224,10 +224,10 @@ def opens_thinking(engine: Engine, tokens: Sequence[int]) -> bool:
 
 def splitter(engine: Engine, inside: bool) -> ReasoningSplitter:
     """A splitter for a reply; `inside`: its prompt opened a think section."""
-    tokenizer = engine.tokenizer
-    if engine.settings.raw or tokenizer.think_start is None:
+    if engine.settings.raw:
         return ReasoningSplitter(None, None)
-    return ReasoningSplitter(tokenizer.think_start, tokenizer.think_end, inside)
+    start, end, answer = markers(engine.tokenizer)
+    return ReasoningSplitter(start, end, inside, answer)
 
 
 def make_guard(engine: Engine, request: Request, thinks: bool) -> Guard | None:

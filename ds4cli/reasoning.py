@@ -7,6 +7,14 @@ reply whose prompt already opened it. A marker later on is prose: an answer may 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+# gpt-oss thinks in one channel and answers in another; a reply may begin with the answer.
+HARMONY = (
+    "<|channel|>analysis<|message|>",
+    "<|end|><|start|>assistant<|channel|>final<|message|>",
+    "<|channel|>final<|message|>",
+)
 
 
 @dataclass(frozen=True)
@@ -17,14 +25,24 @@ class Piece:
     is_reasoning: bool
 
 
+def markers(tokenizer: Any) -> tuple[str | None, str | None, str | None]:
+    """What opens reasoning, what closes it, and what opens an answer without any; None: nothing."""
+    if tokenizer.think_start is None and "<|channel|>" in tokenizer.get_vocab():
+        return HARMONY
+    return tokenizer.think_start, tokenizer.think_end, None
+
+
 class ReasoningSplitter:
     """Push text, get pieces; holds back only what may be part of a marker.
 
     start, end: the markers, or None for a model that has none. inside: the prompt opened a section.
+    answer: a marker that opens an answer without reasoning in front of it.
     """
 
-    def __init__(self, start: str | None, end: str | None, inside: bool = False) -> None:
-        self._start, self._end = start, end
+    def __init__(
+        self, start: str | None, end: str | None, inside: bool = False, answer: str | None = None
+    ) -> None:
+        self._start, self._end, self._answer = start, end, answer
         self._step = self._outside if start is None else self._inside if inside else self._before
         self._held = ""
         self._at_border = inside  # just behind a marker: newlines there are layout
@@ -51,7 +69,9 @@ class ReasoningSplitter:
         if text.startswith(self._start):
             self._held = text[len(self._start) :]
             self._step, self._at_border = self._inside, True
-        elif not self._start.startswith(text):
+        elif self._answer and text.startswith(self._answer):
+            self._held, self._step = text[len(self._answer) :], self._outside
+        elif not any(marker.startswith(text) for marker in (self._start, self._answer) if marker):
             self._step = self._outside
 
     def _inside(self, pieces: list[Piece]) -> None:

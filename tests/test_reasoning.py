@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4cli.reasoning import ReasoningSplitter
+from ds4cli.reasoning import HARMONY, ReasoningSplitter, markers
 
 
 def split(pieces, inside=False, start="<think>", end="</think>"):
@@ -49,3 +51,23 @@ def test_split_does_not_depend_on_the_pieces(pieces, inside):
 def test_without_markers_nothing_is_held_back():
     """Guards: a model that does not think has its text delayed or trimmed."""
     assert split(["\n", "<think>x"], start=None, end=None) == ("", "\n<think>x")
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        ("<|channel|>final<|message|>so", ("", "so")),
+        (f"{HARMONY[0]}why{HARMONY[1]}so", ("why", "so")),
+        ("<|channel|>fin", ("", "<|channel|>fin")),
+        ("so <|channel|>final<|message|>", ("", "so <|channel|>final<|message|>")),
+    ],
+)
+def test_channels(reply, expected):
+    """Guards: gpt-oss's marker shown in a reply that begins with the answer, or in `generate`."""
+    tokenizer = SimpleNamespace(think_start=None, think_end=None, get_vocab=lambda: ["<|channel|>"])
+    start, end, answer = markers(tokenizer)
+    for pieces in ([reply], reply):
+        splitter = ReasoningSplitter(start, end, False, answer)
+        found = [piece for text in pieces for piece in splitter.push(text)] + splitter.flush()
+        texts = ["".join(p.text for p in found if p.is_reasoning is kind) for kind in (True, False)]
+        assert tuple(texts) == expected
