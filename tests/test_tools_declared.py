@@ -48,6 +48,7 @@ def test_both_forms_of_a_declaration(tmp_path):
         ([GOOD, {"function": {"name": "g", "parameters": []}}], "[1].function.parameters"),
         ([GOOD, GOOD], "[1].name"),
         ([{**GOOD, "command": 3}], "[0].command"),
+        ([{**GOOD, "command": 'cat "x'}], "[0].command"),
         ([{**GOOD, "description": 3}], "[0].description"),
         ([{"name": "f", "parameters": {"type": "array"}}], "[0].parameters.type"),
         (

@@ -113,7 +113,10 @@ def _read_command(command: Any, where: str, origin: str) -> tuple[str, ...] | No
     if command is None:
         return None
     if isinstance(command, str):
-        command = shlex.split(command)
+        try:
+            command = shlex.split(command)
+        except ValueError as error:
+            raise _bad(origin, f"{where}.command", f"is no command line: {error}") from None
     if not isinstance(command, list) or not command or not all(isinstance(a, str) for a in command):
         raise _bad(origin, f"{where}.command", "must be a command line, or a list of strings")
     return tuple(command)
