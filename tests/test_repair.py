@@ -173,3 +173,30 @@ def test_an_interrupt_inside_a_call_keeps_the_session_usable():
     assert last.finish_reason == "cancelled"
     last = list(session.stream(max_tokens=LENGTH, guard=guard, since=len(PROMPT)))[-1]
     assert last.finish_reason == "tool"
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_a_cut_call_goes_on_under_a_new_guard(name):
+    """Guards: a call that was cut, and goes on after its session was opened again, unwatched."""
+    session, wrapper, _ = session_for(name, BAD[name], 1)
+    whole, last, _ = run(session, wrapper)
+    for cut in range(1, len(whole)):
+        session.sync(PROMPT)
+        guard = Guard(wrapper, TOOLS)
+        begun = list(session.stream(max_tokens=cut, guard=guard))
+        tokens = session.tokens[len(PROMPT) :]
+        guard = Guard(wrapper, TOOLS)
+        assert guard.catch_up(len(PROMPT), tokens, wrapper.decode)
+        if begun[-1].finish_reason != "length":
+            continue
+        left = LENGTH - len(tokens)
+        events = list(session.stream(max_tokens=left, guard=guard, since=len(PROMPT)))
+        assert session.tokens == PROMPT + whole
+        assert events[-1].calls == last.calls
+
+
+def test_a_call_of_other_tools_cannot_be_watched():
+    """Guards: a guard that takes up a call which its tools do not allow, and repairs the past."""
+    wrapper = tokenizer("json_tools")
+    tokens = wrapper.encode(FORMATS["json_tools"].start + '{"name": "gone", "arguments": {')
+    assert not Guard(wrapper, TOOLS).catch_up(3, tokens, wrapper.decode)

@@ -19,7 +19,7 @@ from ds4cli import __version__, journal
 from ds4cli.dialogue import ChatTemplate, Message
 from ds4cli.errors import DS4Error, StateError, UsageError
 from ds4cli.journal import Journal
-from ds4cli.reasoning import Piece, ReasoningSplitter
+from ds4cli.reasoning import Piece, ReasoningSplitter, markers
 from ds4cli.rewind import RewindReport, common_prefix
 from ds4cli.settings import Settings
 from ds4cli.transcript import Line, Scribe, Transcript, Turn
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ds4cli.session import Event, Session
     from ds4cli.tools import Guard, Tool
 
-# gpt-oss thinks in one channel and answers in another.
-HARMONY = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"
 # A head of fewer tokens is not worth a model call of its own.
 MIN_HEAD_TOKENS = 16
 
@@ -69,12 +67,7 @@ class Conversation:
 
     def use(self, settings: Settings) -> None:
         """Go on with other sampling or template settings."""
-        from ds4cli.sampling import Sampler
-
-        sampler = Sampler(settings, token_limit=self.engine.token_limit)
-        sampler.attempt = self.session.attempt
-        self.session.sampler = sampler
-        self.session.drafter.use(sampler)
+        self.session.use(settings)
         self.settings = settings
         specs = [tool.spec for tool in self.tools]
         self.scribe = Scribe(template_of(self.engine, settings, specs), self.engine.decode)
@@ -212,8 +205,10 @@ class Conversation:
         return text
 
     def _answer_part(self, turn: Turn) -> str:
-        raw, end = self.raw_text(turn), self.think_markers[1]
-        return raw.rpartition(end)[2].lstrip("\n") if end and end in raw else raw
+        raw, (_, end, answer) = self.raw_text(turn), self.markers
+        if end and end in raw:
+            return raw.rpartition(end)[2].lstrip("\n")
+        return raw.removeprefix(answer) if answer else raw
 
     def raw_text(self, turn: Turn) -> str:
         """A reply as the model wrote it, reasoning and markers included."""
@@ -221,20 +216,16 @@ class Conversation:
 
     def splitter(self, line: Line) -> ReasoningSplitter:
         """A splitter for a reply to `line`, whose end may have opened a think section."""
-        return ReasoningSplitter(*self.think_markers, self._opens_thinking(line))
+        start, end, answer = self.markers
+        return ReasoningSplitter(start, end, self._opens_thinking(line), answer)
 
     @cached_property
-    def think_markers(self) -> tuple[str | None, str | None]:
-        """What opens and closes the model's reasoning; None where it has none."""
-        tokenizer = self.engine.tokenizer
-        if self.settings.raw:
-            return None, None
-        if tokenizer.think_start is None and "<|channel|>" in tokenizer.get_vocab():
-            return HARMONY
-        return tokenizer.think_start, tokenizer.think_end
+    def markers(self) -> tuple[str | None, str | None, str | None]:
+        """What opens and closes the model's reasoning, and what opens an answer without any."""
+        return (None, None, None) if self.settings.raw else markers(self.engine.tokenizer)
 
     def _opens_thinking(self, line: Line) -> bool:
-        start = self.think_markers[0]
+        start = self.markers[0]
         return start is not None and self.engine.decode(line.tokens[-16:]).rstrip().endswith(start)
 
     def guard(self, line: Line, begun: Turn) -> Guard | None:
@@ -243,11 +234,12 @@ class Conversation:
             return None
         from ds4cli.tools import Guard
 
-        if begun.tokens:  # a call that was cut goes on only under the guard that saw it begin
-            turn, guard = self._kept_guard
-            return guard if turn == begun else None
+        turn, guard = self._kept_guard
+        if begun.tokens and turn == begun:
+            return guard
         thinks = self._opens_thinking(line)
-        return Guard(self.engine.tokenizer, self.tools, thinks, self.settings.max_repairs)
+        guard = Guard(self.engine.tokenizer, self.tools, thinks, self.settings.max_repairs)
+        return guard if guard.catch_up(len(line.tokens), begun.tokens, self.engine.decode) else None
 
     def keep_guard(self, turn: Turn, guard: Guard | None) -> None:
         """Keep a reply's guard, in case that the reply goes on."""
@@ -377,7 +369,7 @@ class _Reply:
 
     def _note_end(self, event: Event) -> None:
         if event.finish_reason is not None:
-            calls = tuple(call.openai() for call in event.calls)
+            calls = (*self._begun.calls, *(call.openai() for call in event.calls))
             self._end = replace(self._end, finish_reason=event.finish_reason, calls=calls)
             self._owner.remark = event.note
 

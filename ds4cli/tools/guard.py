@@ -21,13 +21,14 @@ At the end of the reply `finish(reason)` hands out what is still held back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import regex
 
 from ds4cli.errors import UsageError
+from ds4cli.text import Detokenizer
 from ds4cli.tools.declared import Tool
 from ds4cli.tools.formats import Format, Json, Named, Tagged, detect_format
 from ds4cli.tools.mend import Refused, Unclosed
@@ -211,6 +212,17 @@ class Guard:
         self._forced = None
         self._trim_matcher()
 
+    def catch_up(self, pos: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> bool:
+        """Take a reply that was written before, from `pos` on, showing nothing of it. False where
+        a call in it does not fit the declared tools: then nobody can watch it from here on."""
+        self._base = pos
+        detokenizer = Detokenizer(decode)
+        for at, token in enumerate(tokens, pos):
+            if self.feed(at, token, detokenizer.push(token)).event in ("left", "broken"):
+                return False
+        self.finish("length")  # what was held back at its end was shown then
+        return True
+
     # one token
 
     def feed(self, pos: int, token: int, text: str) -> GuardStep:
@@ -387,16 +399,18 @@ class Guard:
 
     def _finish_in_call(self, state: _State, reason: str) -> GuardEnd:
         raw, cut = self._raw(state), reason != "stop"
+        self._show(state.at, state.before)
+        shown = "".join(self._out)
         try:
             calls = self._parse(state, self._body_so_far(state))
         except Refused as error:
             why = f"the call was cut ({reason})" if cut else str(error)
-            return GuardEnd(state.before, cut=cut, raw=raw, reason=why)
+            return GuardEnd(shown, cut=cut, raw=raw, reason=why)
         if cut and not (self._is_whole(raw) and all(c.outcome == "valid" for c in calls)):
-            return GuardEnd(cut=True, raw=raw, reason=f"the call was cut ({reason})")
+            return GuardEnd(shown, cut=True, raw=raw, reason=f"the call was cut ({reason})")
         note = "its end marker was missing"
         calls = tuple(replace(c, notes=(*c.notes, note)) for c in calls)
-        return GuardEnd(state.before, calls, cut, raw)
+        return GuardEnd(shown, calls, cut, raw)
 
     def _is_whole(self, raw: str) -> bool:
         """Whether nothing could have followed but the end marker."""
