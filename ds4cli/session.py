@@ -379,6 +379,7 @@ class Session:
         self._next = None
         if step.event == "left":
             self._masked_at = step.bad_pos
+            self.next_token()  # from the kept row, so a part of what the repair took
         else:
             self.attempt += 1
         took = time.perf_counter() - begin
@@ -437,8 +438,8 @@ class Session:
         (1, V) it is made from, both being computed."""
         pos = self.pos + self._timeline.open_blocks + 1
         row = self._timeline.feed(token)
-        pick = self.sampler.pick(row, pos, ())
         self.stats.forwards += 1
+        pick = self.sampler.pick(row, pos, ())
         self._timeline.evaluate(pick, wait=False)
         return pick, row
 
