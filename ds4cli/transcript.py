@@ -116,8 +116,9 @@ class Line:
         """The number of the user turn that begins the `back`-th exchange from the end."""
         numbers = [i for i, turn in enumerate(self.turns, 1) if turn.role == "user"]
         if not 1 <= back <= len(numbers):
-            what = "there is nothing" if not numbers else f"there are only {len(numbers)} exchanges"
-            raise UsageError(f"{what} to go back over")
+            if not numbers:
+                raise UsageError("there is nothing to go back over")
+            raise UsageError(f"there is no exchange `{back}` back", f"there are `{len(numbers)}`")
         return numbers[-back]
 
     def begins(self, other: Line) -> bool:

@@ -76,7 +76,7 @@ def run(chat: Chat, text: str) -> None:
     name, argument = _split(text)
     found = find(name)
     if found is None:
-        hint = settings.nearest(name, [f"/{known}" for known in COMMANDS]) or "see /help"
+        hint = settings.nearest(name, [f"/{known}" for known in COMMANDS]) or "see /help."
         raise UsageError(
             f"unknown command `/{name}`", f"{hint} To send this as a message, begin it with `//`."
         )
