@@ -32,8 +32,6 @@ from ds4cli.rewind import (
 )
 from ds4cli.tape import Recorder, Tape
 
-# Logits rows of one call are kept up to this many bytes; the final call of a feed is cut to fit.
-MAX_CALL_LOGITS_BYTES = 64 << 20
 DENSE_BASES = 4
 # Cache kinds that never drop a row.
 EVERY_ROW = ("kv", "quantized kv", "concatenate")
@@ -223,7 +221,10 @@ class Timeline:
                 self._keep_head(block, rows)
             del self._open[0]
             self.tokens.extend(feed[:rows])
-            self.logits, self.record = block.row(rows), (block.start, self.pos)
+            # The record begins where its first logits row is: after a feed from a bare state, one
+            # token later.
+            start = block.start + (self.logits is None)
+            self.logits, self.record = block.row(rows), (start, self.pos)
             self._remember(block, rows, before[0])
         except BaseException:
             self._restore(block.holds)
@@ -357,8 +358,8 @@ class Timeline:
         )
 
     def rewind(self, pos: int) -> RewindReport:
-        """Stand at `pos`, or raise with nothing changed. Positions already left behind by a rewind
-        can be gone forward to again, until something new is fed."""
+        """Stand at `pos`, or raise with nothing changed. A rewind without a model call can be gone
+        forward from again, until the next call."""
         self.abort()
         begin = time.perf_counter()
         step = self.plan(pos)
@@ -492,9 +493,7 @@ class Timeline:
             return None
         if self._recurrent and self.recorder is None:
             return 0
-        cost = self.tape_bytes_per_token + self._logits_row_bytes
-        affordable = (self.horizon.budget_bytes - self._base_bytes) // max(1, cost)
-        return max(0, min(self.limits.horizon_tokens, affordable))
+        return min(self.limits.horizon_tokens, self._affordable_rows())
 
     # -- branches and files -----------------------------------------------------------------------
 
@@ -540,18 +539,17 @@ class Timeline:
 
     # -- long feeds -------------------------------------------------------------------------------
 
+    def _affordable_rows(self) -> int:
+        """Rows whose tape and logits the horizon's budget holds, beside one base."""
+        cost = self.tape_bytes_per_token + self._logits_row_bytes
+        return max(0, (self.horizon.budget_bytes - self._base_bytes) // max(1, cost))
+
     def _last_call_tokens(self) -> int:
         """How many rows the final call of a feed may keep tape and logits for."""
-        affordable = self.limits.chunk_tokens
+        most = min(self.limits.chunk_tokens, self._affordable_rows())
         if any(a.kind == "compressed" for a in self.adapters):  # a call drops all beyond its slack
-            affordable = min(affordable, self.limits.slack_tokens)
-        if self.tape_bytes_per_token:
-            affordable = min(
-                affordable, self.horizon.budget_bytes // (2 * self.tape_bytes_per_token)
-            )
-        if self._logits_row_bytes:
-            affordable = min(affordable, MAX_CALL_LOGITS_BYTES // self._logits_row_bytes)
-        return max(1, affordable)
+            most = min(most, self.limits.slack_tokens)
+        return max(1, most)
 
     def _feed_all(
         self,
@@ -561,25 +559,27 @@ class Timeline:
         again: bool = False,
         last: bool = True,
     ) -> None:
-        """Feed tokens in calls of at most one chunk; the final one becomes the record, if these
-        are the `last` tokens to feed."""
-        done = 0
+        """Feed tokens in calls of at most one chunk. If these are the `last` tokens to feed, the
+        final call becomes the record, and the calls within the horizon keep what it needs."""
+        done, horizon = 0, min(self.limits.horizon_tokens, self._affordable_rows())
         sizes = call_sizes(len(tokens), self.limits.chunk_tokens, self._last_call_tokens())
         for i, size in enumerate(sizes):
             if cancel():
                 return
-            final = last and i == len(sizes) - 1
-            self._feed_chunk(tokens[done : done + size], final, again)
+            chunk = tokens[done : done + size]
             done += size
+            final = last and i == len(sizes) - 1
+            near = last and len(tokens) - done < horizon
+            self._feed_chunk(chunk, final or near, again)
+            if not final:
+                self.mark("chunk")
             if progress is not None:
                 progress(done, len(tokens))
 
-    def _feed_chunk(self, tokens: Sequence[int], final: bool, again: bool) -> None:
-        """The final call keeps its tape and all its rows; an earlier one leaves a mark."""
-        with nullcontext() if final else heads.last_row():
-            logits = self.feed(tokens, record=final, again=again)
+    def _feed_chunk(self, tokens: Sequence[int], record: bool, again: bool) -> None:
+        """One call of a feed: with its tape and all its rows, or with its last row only."""
+        with nullcontext() if record else heads.last_row():
+            logits = self.feed(tokens, record=record, again=again)
         self._logits_row_bytes = logits.shape[-1] * logits.dtype.size
         self.evaluate()
         self.commit(len(tokens))
-        if not final:
-            self.mark("chunk")
