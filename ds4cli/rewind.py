@@ -14,6 +14,9 @@ from typing import Any
 # What goes first when the byte budget is short. Marks of a later kind outlive all earlier kinds.
 EVICTION_ORDER = ("block", "chunk", "prompt", "tool", "turn", "system")
 THINNED = ("block", "chunk")
+WIDENING = (1.1, 1.25, 1.5, 2.0)
+# Bounds the number of live arrays, which some backends limit.
+MAX_MARKS = 256
 
 
 @dataclass(frozen=True)
@@ -148,11 +151,12 @@ def _from_frontiers(pos: int, reach: Reach, needs_row: bool) -> Iterable[RewindP
 
 
 class Ladder:
-    """Frontiers in order of position, thinned with distance, under a byte budget.
+    """Frontiers in order of position, thinned with distance where the budget asks for it.
 
-    Thinning walks from old to new and drops a mark whose older neighbour is at most `widen` (2)
-    times as far from the live end as its newer neighbour. So going back d tokens replays at most d
-    tokens plus one block, with about 2 log2(pos) marks.
+    While bytes and `MAX_MARKS` allow, every mark stays. Then thinning walks from old to new and
+    drops a mark whose older neighbour is at most `widen` times as far from the live end as its
+    newer neighbour, `widen` growing to 2: going back d tokens then replays at most d tokens plus
+    one block, with about 2 log2(pos) marks. What still does not fit goes kind by kind.
     """
 
     def __init__(self, budget_bytes: int, frontiers: Iterable[Frontier] = ()):
@@ -186,9 +190,12 @@ class Ladder:
     def thin(self, live: int, budget_bytes: int | None = None) -> None:
         """Thin block and chunk marks by distance, then drop by kind until the budget holds."""
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
-        self.frontiers = thinned(self.frontiers, live, THINNED, 2.0)
+        for widen in WIDENING:
+            if self.nbytes <= budget and len(self.frontiers) <= MAX_MARKS:
+                return
+            self.frontiers = thinned(self.frontiers, live, THINNED, widen)
         for kind in EVICTION_ORDER:
-            widen = 2.0
+            widen = WIDENING[-1]
             while self.nbytes > budget and any(f.kind == kind for f in self.frontiers):
                 widen *= 2
                 self.frontiers = thinned(self.frontiers, live, (kind,), widen)

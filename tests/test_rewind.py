@@ -96,7 +96,7 @@ def test_common_prefix_against_the_plain_loop():
 
 def test_thinning_keeps_the_promise():
     """Going back d tokens replays at most d plus one block, with about 2 log2(pos) marks."""
-    ladder = Ladder(10**9)
+    ladder = Ladder(31 * 10)
     for pos in range(16, 20_001, 16):
         ladder.add(mark(pos), pos)
     live = 20_000
@@ -104,6 +104,17 @@ def test_thinning_keeps_the_promise():
     for depth in range(1, live):
         nearest = max((f.pos for f in ladder.frontiers if f.pos <= live - depth), default=0)
         assert live - depth - nearest <= depth + 16
+
+
+def test_with_room_nothing_is_thinned_and_their_number_is_bounded():
+    """Memory that was granted must be used; arrays must not pile up all the same."""
+    ladder = Ladder(10**9)
+    for pos in range(16, 3_001, 16):
+        ladder.add(mark(pos), pos)
+    assert len(ladder.frontiers) == 3_000 // 16
+    for pos in range(3_016, 20_001, 16):
+        ladder.add(mark(pos), pos)
+    assert len(ladder.frontiers) <= 256
 
 
 def test_budget_evicts_blocks_then_chunks_then_turns():
