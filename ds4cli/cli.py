@@ -256,6 +256,10 @@ def chat(
     single: Annotated[
         bool, typer.Option("--single", help="All of standard input is one message.")
     ] = False,
+    yes_tools: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME,...", help="Tools of the file that may run unasked."),
+    ] = None,
     raw: Annotated[
         bool,
         typer.Option(
@@ -267,6 +271,7 @@ def chat(
     from ds4cli import chat as task
     from ds4cli import generate
 
+    tools = generate.read_tools(run.settings.tools)
     request = task.Request(
         resume=resume,
         name=session,
@@ -276,9 +281,9 @@ def chat(
         single=single,
         markdown=not raw,
         drop_reasoning=drop_reasoning,
+        yes_tools=task.unasked(yes_tools or (), tools),
         quiet=run.quiet,
     )
-    tools = generate.read_tools(run.settings.tools)
     chosen = task.settings_for(request, run.settings, run.resolved.origins["model"] != "default")
     engine = generate.load_engine(chosen, quiet=run.quiet, verbose=run.verbose)
     raise typer.Exit(task.run(engine, request, chosen, tools))

@@ -478,6 +478,78 @@ def test_a_call_can_be_taken_back(calling):
     assert [turn.role for turn in calling.line.turns] == ["user", "assistant"]
 
 
+def call_for_ever(chat, monkeypatch) -> None:
+    """Make every further reply of the chat end with a call of `clock`."""
+    answer = chat.conversation.answer
+
+    def calling_answer(watch, attempt=0):
+        yield from answer(watch, attempt)
+        line = chat.line
+        last = replace(line.turns[-1], finish_reason="tool", calls=(CALL,))
+        chat.conversation.transcript.say(line.upto(len(line.turns) - 1).plus(last))
+
+    monkeypatch.setattr(chat.conversation, "answer", calling_answer)
+
+
+def test_nothing_runs_unasked_by_default(calling, monkeypatch):
+    """Guards: the command of a tools file run because a model asked for it."""
+    call_for_ever(calling, monkeypatch)
+    monkeypatch.setattr("ds4cli.tools.run_tool", lambda *_: pytest.fail("was run"))
+    calling.take("/undo")
+    calling.take("what time is it now?")
+    assert calling.conversation.open_calls == (CALL,)
+
+
+def test_named_tools_run_unasked_but_not_for_ever(calling, monkeypatch, capsys):
+    """Guards: `--yes-tools` without effect, or a model that calls a tool in a loop without end."""
+    call_for_ever(calling, monkeypatch)
+    monkeypatch.setattr("ds4cli.chat.console.MAX_UNASKED", 3)
+    calling.request = replace(calling.request, yes_tools=("clock",))
+    calling.take("/undo")
+    assert not calling.line.turns
+    calling.take("what time is it now?")
+    results = [turn.content for turn in calling.line.turns if turn.role == "tool"]
+    assert results == ['{"a": 1}'] * 3
+    shown = capsys.readouterr().err
+    assert shown.count("ran clock: 8 characters") == 3 and "3 runs in a row" in shown
+    assert calling.conversation.open_calls == (CALL,)
+    check(calling)
+
+
+def test_a_stored_call_does_not_run_when_it_comes_back(calling, monkeypatch):
+    """Guards: a call run because the user went back to it."""
+    calling.request = replace(calling.request, yes_tools=("clock",))
+    monkeypatch.setattr("ds4cli.tools.run_tool", lambda *_: pytest.fail("was run"))
+    calling.take("/undo")
+    calling.take("/redo")
+    assert calling.conversation.open_calls == (CALL, CALL)
+
+
+def test_only_declared_tools_with_a_command_may_run_unasked():
+    """Guards: a name that was mistyped being noticed only when its tool is called."""
+    tools = [Tool("clock", "", {}, ("date",)), Tool("search", "", {})]
+    assert chat_module.unasked(["clock, clock"], tools) == ("clock", "clock")
+    with pytest.raises(UsageError, match="no tool `clok`") as caught:
+        chat_module.unasked(["clok"], tools)
+    assert caught.value.hint == "did you mean `clock`?"
+    with pytest.raises(UsageError, match="`search` has no command"):
+        chat_module.unasked(["clock,search"], tools)
+
+
+def test_abort_drops_the_call_and_keeps_it_as_a_branch(calling, capsys):
+    """Guards: /abort losing the message or the reply that it takes back."""
+    dropped = calling.line
+    calling.take("/abort")
+    assert calling.line.turns == () and calling.draft == "what time is it?"
+    assert "the call is dropped: change your message" in capsys.readouterr().err
+    check(calling)
+    calling.take("/redo")
+    assert calling.line == dropped and calling.conversation.open_calls == (CALL, CALL)
+    calling.take("/abort")
+    calling.take("something else")
+    assert dropped in calling.conversation.transcript.branches().values()
+
+
 def test_stored_calls_still_wait(calling, engine):
     """Guards: a call forgotten when the session is opened again."""
     calling.take("/save waiting")

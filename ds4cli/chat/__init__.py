@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from ds4cli import journal, terminal
 from ds4cli.chat import shelf
 from ds4cli.errors import UsageError
-from ds4cli.settings import Settings
+from ds4cli.settings import Settings, nearest
 
 if TYPE_CHECKING:
     from ds4cli.engine import Engine
@@ -32,7 +32,7 @@ class Request:
     """What the command line asked for, beyond settings.
 
     resume: continue the latest session. name: of the session, new or old. single: all of standard
-    input is one message. markdown: render replies on a terminal.
+    input is one message. markdown: render replies on a terminal. yes_tools: what may run unasked.
     """
 
     resume: bool = False
@@ -43,6 +43,7 @@ class Request:
     single: bool = False
     markdown: bool = True
     drop_reasoning: bool = False
+    yes_tools: tuple[str, ...] = ()
     quiet: bool = False
 
     def stored(self) -> Path | None:
@@ -69,6 +70,24 @@ def settings_for(request: Request, settings: Settings, model_given: bool) -> Set
         return settings
     model = journal.read(path).header.get("model")
     return replace(settings, model=model) if isinstance(model, str) else settings
+
+
+def unasked(names: Sequence[str], tools: Sequence[Tool]) -> tuple[str, ...]:
+    """The tools that may run unasked, from names or comma lists of names.
+
+    UsageError for a name that is not declared, or whose tool has no command.
+    """
+    chosen = tuple(name.strip() for text in names for name in text.split(",") if name.strip())
+    runnable = {tool.name: tool.command is not None for tool in tools}
+    for name in chosen:
+        if name not in runnable:
+            hint = nearest(name, runnable) or "it must be in the file of `--tools`"
+            raise UsageError(f"`--yes-tools`: no tool `{name}` is declared", hint)
+        if not runnable[name]:
+            with_command = [other for other, has_command in runnable.items() if has_command]
+            hint = nearest(name, with_command) or "give it a `command` in the tools file"
+            raise UsageError(f"`--yes-tools`: the tool `{name}` has no command", hint)
+    return chosen
 
 
 def run(engine: Engine, request: Request, settings: Settings, tools: Sequence[Tool] = ()) -> int:

@@ -300,11 +300,7 @@ def run_call(chat: Chat, argument: str) -> None:
 
     _refuse(argument)
     call = chat.next_call()["function"]
-    tools = {tool.name: tool for tool in chat.conversation.tools}
-    if call["name"] not in tools:
-        raise UsageError(f"no tool `{call['name']}` is declared", "start with `--tools FILE`")
-    tool = tools[call["name"]]
-    done = run_tool(tool, call["arguments"])
+    done = run_tool(chat.tool(call["name"]), call["arguments"])
     terminal.note(done.content)
     chat.give_result(done.content)
 
@@ -315,6 +311,16 @@ def skip(chat: Chat, argument: str) -> None:
     _refuse(argument)
     chat.next_call()
     chat.give_result("The user skipped this call.")
+
+
+@command("abort")
+def abort(chat: Chat, argument: str) -> None:
+    """Drop the reply that called a tool, and change your message; /redo brings it back."""
+    _refuse(argument)
+    chat.next_call()
+    rewind(chat, str(len(chat.line.turns) - 1))
+    rest = "the call before it waits" if chat.conversation.open_calls else "change your message"
+    chat.note(f"the call is dropped: {rest}, or /redo brings it back")
 
 
 # -- looking --------------------------------------------------------------------------------------

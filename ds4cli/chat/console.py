@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ds4cli.tools import Tool
 
 HINT = "/help lists commands; Ctrl-D leaves"
+MAX_UNASKED = 20  # runs in a row: a model that calls for ever must not run for ever
 
 
 class Chat:
@@ -46,6 +47,7 @@ class Chat:
         self.draft = ""  # text that waits in the input line
         self.attached: list[tuple[str, str]] = []  # names and texts that go with the next message
         self.results: tuple[Line, list[Turn]] | None = None  # of tool calls, until all are there
+        self.has_called = False  # a reply written since the last input ended with tool calls
         self.totals: dict[str, float] = {}
         self.accepted: Counter[int] = Counter()  # blocks by how many guesses they kept
         self.failures = 0
@@ -97,10 +99,12 @@ class Chat:
             self.fail(self.conversation.unsaved.message, "what was said since is not on disk yet")
 
     def _take(self, text: str) -> None:
+        self.has_called = False
         if commands.is_command(text):
             commands.run(self, text)
         elif text.strip():
             self.send(text[1:] if text.startswith("//") else text)
+        self._run_unasked()
 
     def fail(self, message: str, hint: str | None) -> None:
         """An error on stderr; in a pipe it also shows in the exit code."""
@@ -173,11 +177,53 @@ class Chat:
 
     def next_call(self) -> dict[str, Any]:
         """The tool call whose result is missing. UsageError if there is none."""
-        calls = self.conversation.open_calls
-        given = len(self.results[1]) if self.results and self.results[0] == self.line else 0
+        calls, given = self.conversation.open_calls, self._given()
         if given >= len(calls):
             raise UsageError("the model has called no tool")
         return calls[given]
+
+    def _given(self) -> int:
+        """How many results of the last reply's calls there are already."""
+        return len(self.results[1]) if self.results and self.results[0] == self.line else 0
+
+    def _run_unasked(self) -> None:
+        """Run the new calls of the tools that may run unasked, reply after reply."""
+        runs = 0
+        while self._may_run():
+            if runs == MAX_UNASKED:
+                return self.note(f"{runs} runs in a row: /run goes on, /skip or /abort ends it")
+            runs += 1
+            before = self.line, self._given()
+            self._run_next()
+            if (self.line, self._given()) == before:
+                return  # stopped by the user: the result waits in the input line
+
+    def _may_run(self) -> bool:
+        waits = self.has_called and self._given() < len(self.conversation.open_calls)
+        return (
+            waits
+            and self.line.turns[-1].finish_reason == "tool"
+            and self.next_call()["function"]["name"] in self.request.yes_tools
+        )
+
+    def _run_next(self) -> None:
+        from ds4cli.tools import run_tool
+
+        function = self.next_call()["function"]
+        done = run_tool(self.tool(function["name"]), function["arguments"])
+        cut = (", output cut" if done.truncated else "") + (", killed" if done.timed_out else "")
+        end = f", exit code {done.exit_code}" if done.exit_code else cut
+        self.note(
+            f"ran {function['name']}: {len(done.output):,} characters, {done.seconds:.1f} s{end}"
+        )
+        self.give_result(done.content)
+
+    def tool(self, name: str) -> Tool:
+        """A declared tool. UsageError if there is none of this name."""
+        for tool in self.conversation.tools:
+            if tool.name == name:
+                return tool
+        raise UsageError(f"no tool `{name}` is declared", "start with `--tools FILE`")
 
     def _print_call(self, call: dict[str, Any]) -> None:
         """A call: a line of JSON for a script, words for a reader."""
@@ -186,7 +232,13 @@ class Chat:
             return sys.stdout.flush()
         function = call["function"]
         terminal.note(f"call {function['name']} {function['arguments']}")
-        self.note("type its result, or /run it, or /skip it; nothing runs by itself")
+        if function["name"] not in self.request.yes_tools:
+            self.note(self._choices(function["name"]))
+
+    def _choices(self, name: str) -> str:
+        """What can be done about a call."""
+        is_runnable = any(t.name == name and t.command for t in self.conversation.tools)
+        return "type its result, or " + ("/run, " if is_runnable else "") + "/skip or /abort it"
 
     def reply(self, attempt: int = 0) -> None:
         """Let the model answer the last message, or go on with its last reply."""
@@ -237,6 +289,7 @@ class Chat:
         self._note_cut(turn)
         self._print_stats()
         if calls:
+            self.has_called = True
             self._print_call(calls[0])
 
     def _note_cut(self, turn: Turn) -> None:
