@@ -21,6 +21,8 @@ from ds4cli.tape import Tape
 
 MERGE_SEGMENTS = 16
 MERGE_ROWS = 32
+# Rows of a long call that one base serves.
+PIECE_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,14 @@ class Segment:
         kept = self.start + rows + 1 - self.first_logits
         logits = self.logits[:kept] if self.logits is not None and kept > 0 else None
         return Segment(self.start, rows, tape, logits, self.base)
+
+    def split(self, rows: int) -> tuple[Segment, Segment]:
+        """Before and after the first `rows` rows; the second part's base is replayed."""
+        tape, left = self.tape.tail(self.rows - rows), self.rows - rows
+        base = self.tape.replay(self.base, rows)
+        mx.async_eval(base)
+        logits = None if self.logits is None else self.logits[-left:]
+        return self.head(rows), Segment(self.start + rows, left, tape, logits, base)
 
 
 def slots_nbytes(slots: list[list[mx.array | None]]) -> int:
@@ -145,9 +155,17 @@ class Horizon:
         if not self.segments:
             self.start_row = row_before
         self._release_base()
-        self.segments.append(segment)
+        self.segments.extend(self._pieces(segment))
         self._merge()
         self._trim()
+
+    def _pieces(self, segment: Segment) -> Iterable[Segment]:
+        """A long call in parts with a base each, so that no replay from here is long."""
+        size = max(self.spacing, PIECE_ROWS)
+        while segment.base is not None and segment.rows > size:
+            piece, segment = segment.split(size)
+            yield piece
+        yield segment
 
     def _release_base(self) -> None:
         """Keep a base every `spacing` rows; the newest one was kept only for its own block."""

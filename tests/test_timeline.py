@@ -150,6 +150,21 @@ def test_a_prompt_read_in_short_calls_is_within_the_horizon_too(name):
         check(t)
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2", "rwkv7", "falcon_h1"])
+def test_a_long_call_is_replayed_from_near(name):
+    """Right after a prompt, going back a little must not replay hundreds of rows."""
+    t = timeline(name)
+    t.sync(prompt(400))
+    end = t.pos
+    for pos in (399, 385, 384, 383, 300, 256, 255, 200, 145):
+        assert t.horizon.path(pos)[2] <= 128
+        assert t.rewind(pos).forwards == 0
+        check(t)
+    t.rewind(end)
+    step(t, [1, 2, 3], kept=1)
+    check(t)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_record_of_a_replay_answers_for_every_position_of_it(name):
     """A rewind that had to feed tokens leaves a record too, its start included."""
