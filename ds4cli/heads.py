@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ds4cli.rebind import Swaps
+from ds4cli.rebind import Swaps, derived
 
 # What mlx-lm's models call their output projection when it is not the tied embedding.
 NAMES = ("lm_head", "output", "embed_out")
@@ -49,4 +49,5 @@ def _slicing(cls: type, method: str) -> type:
     def last_or_all(self: Any, x: Any) -> Any:
         return projection(self, x[:, -1:] if _last_only.get() else x)
 
-    return type(cls.__name__, (cls,), {method: last_or_all, "__module__": cls.__module__})
+    last_or_all.__name__ = method
+    return derived(cls, last_or_all)

@@ -50,7 +50,7 @@ def write(path: str | Path, tree: Any, fingerprint: str) -> None:
     path = Path(path)
     arrays: dict[str, mx.array] = {}
     body = json.dumps(pack(tree, arrays))
-    arrays = {name: _written_out(a) for name, a in arrays.items()} or {"a0": mx.zeros(1)}
+    arrays = {name: mx.contiguous(a) for name, a in arrays.items()} or {"a0": mx.zeros(1)}
     metadata = {"format": FORMAT, "fingerprint": fingerprint, "body": body}
     temporary = None
     try:
@@ -70,10 +70,6 @@ def _temporary_beside(path: Path) -> Path:
     handle, name = tempfile.mkstemp(".safetensors", ".ds4cli-", path.parent)
     os.close(handle)
     return Path(name)
-
-
-def _written_out(array: mx.array) -> mx.array:
-    return mx.contiguous(array)
 
 
 def _sync(path: Path, array_bytes: int) -> None:

@@ -187,10 +187,6 @@ class FileResults:
         self._out.close()
         self._later.close()
 
-    @property
-    def waiting_path(self) -> Path:
-        return self._later.path
-
 
 class _Earlier:
     """Results of earlier runs. places: name -> where its good result begins in the output, or,

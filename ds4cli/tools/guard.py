@@ -187,11 +187,6 @@ class Guard:
         return held[0][0] if held else self._end
 
     @property
-    def grammar_build_s(self) -> float | None:
-        """Seconds spent building the grammar (once per tokenizer and tools), None without one."""
-        return self._grammar.build_s if self._grammar else None
-
-    @property
     def _state(self) -> _State:
         return self._states[-1] if self._states else self._first
 
