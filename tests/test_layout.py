@@ -16,7 +16,7 @@ LAYERS = (
     ("settings",),
     ("blas", "rewind", "text", "reasoning", "rebind", "storage", "vocabulary"),
     ("dialogue", "delta", "caches", "sampling", "tools"),
-    ("transcript", "tape", "heads"),
+    ("transcript", "tape", "heads", "taps"),
     ("journal",),
     ("horizon",),
     ("timeline",),

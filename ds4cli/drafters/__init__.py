@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ds4cli.settings import Settings
 
 if TYPE_CHECKING:
+    import mlx.core as mx
+
     from ds4cli.sampling import Sampler
     from ds4cli.timeline import Timeline
 
@@ -17,21 +20,37 @@ class Drafter:
 
     is_free: a proposal costs next to nothing, so it may be asked for and then not be fed.
     confidence: how sure the last proposal was; its scale is the drafter's own, 0 means no idea.
+    taps: layers of the target whose residual stream it observes.
     """
 
     name = "none"
     is_free = True
     confidence = 0
+    taps: tuple[int, ...] = ()
 
     def propose(self, tokens: Sequence[int], n: int) -> list[int]:
         """At most n guesses for what follows `tokens`; [] = no idea."""
         return []
 
+    def observe(self, start: int, hidden: Sequence[mx.array]) -> None:
+        """The target has read, and keeps, the rows from position `start` on.
+
+        hidden: the residual stream after each of `taps`, (n, H), maybe lazy. Rows given before are
+        given again when the session reads tokens again. Only called if `taps` names a layer.
+        """
+
     def rewind(self, pos: int) -> None:
-        """The session went back: from position `pos` on, tokens may differ from what was seen."""
+        """The session stands at `pos` now, mostly lower than before, or higher again (a redo).
+
+        From there on tokens may differ from what was seen.
+        """
 
     def use(self, sampler: Sampler) -> None:
         """The session samples otherwise from here on."""
+
+    def fork(self) -> Drafter:
+        """An independent twin, for a branch of the session."""
+        return copy.copy(self)
 
 
 def make(settings: Settings, draft: Timeline | None, sampler: Sampler) -> Drafter:

@@ -1,0 +1,76 @@
+"""The parts of the target that a drafting head shares: embedding, final norm, output projection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ds4cli.caches import build_caches
+from ds4cli.errors import ModelError
+from ds4cli.heads import NAMES as HEADS
+from ds4cli.taps import Taps
+
+# What mlx-lm's models call them.
+EMBEDDINGS = ("embed_tokens", "tok_embeddings", "word_embeddings", "embeddings", "wte")
+NORMS = ("norm", "final_layernorm", "embedding_norm", "norm_f", "ln_f")
+# Largest difference from the model's own logits, as a share of their size.
+TOLERANCE = {mx.float32: 1e-4}
+HALF_TOLERANCE = 3e-2
+PROBE = (3, 1, 4, 1, 5)
+
+
+class Target:
+    """A loaded target as its heads see it. ModelError where a part is not to be found.
+
+    model: an mlx-lm model. hidden_size, num_layers: of the layers it runs.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.num_layers = len(model.layers)
+        modules = sorted(model.named_modules(), key=lambda item: item[0].count("."))
+        self._embedding = _named(modules, EMBEDDINGS, "token embedding")
+        self._norm = _named(modules, NORMS, "final norm")
+        heads = [m for path, m in modules if path.rsplit(".", 1)[-1] in HEADS]
+        self._head = heads[0] if heads else self._embedding.as_linear
+        self.hidden_size = self._embedding(mx.array([0])).shape[-1]
+
+    def embed(self, ids: mx.array) -> mx.array:
+        """ids (n,) -> (n, H)"""
+        return self._embedding(ids)
+
+    def norm(self, hidden: mx.array) -> mx.array:
+        """The final norm: (n, H) -> (n, H)"""
+        return self._norm(hidden)
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """The output projection alone: (n, H) -> logits (n, V)"""
+        return self._head(hidden[None])[0]
+
+    def prove(self) -> None:
+        """Norm and head on the last layer's residual must give the model's own logits: else this
+        model scales, caps or shifts somewhere, and a head made of its parts would guess badly.
+        """
+        tokens = mx.array(PROBE)
+        taps = Taps.arm(self.model, [self.num_layers - 1])
+        with taps.noting() as noted:
+            logits = self.model(tokens[None], cache=build_caches(self.model, 0))[0]
+        ours = self.head(self.norm(noted[0]))
+        if ours.shape != logits.shape:
+            raise ModelError(f"the target's head gives {ours.shape}, its logits are {logits.shape}")
+        error, size = mx.abs(ours - logits).max().item(), mx.abs(logits).max().item()
+        if not error <= TOLERANCE.get(logits.dtype, HALF_TOLERANCE) * max(size, 1e-6):
+            raise ModelError(
+                f"norm and head of `{type(self.model).__module__}` do not make its logits "
+                f"(they differ by {error:.2g}, the logits reach {size:.2g})"
+            )
+
+
+def _named(modules: list[tuple[str, nn.Module]], names: tuple[str, ...], what: str) -> nn.Module:
+    """The outermost module with one of these names."""
+    found = [m for path, m in modules if path.rsplit(".", 1)[-1] in names]
+    if not found:
+        raise ModelError(f"the target has no {what} under a name known to ds4cli")
+    return found[0]

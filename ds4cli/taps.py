@@ -1,0 +1,88 @@
+"""Reading the residual stream of a model, after chosen layers, while the model runs.
+
+Drafters such as DSpark, DFlash and MTP heads look at it. The chosen layer instances get a subclass
+that notes what they return; outside of `noting` they behave as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ds4cli.errors import ModelError
+from ds4cli.rebind import derived
+
+_noted: ContextVar[dict[int, list[Any]] | None] = ContextVar("ds4cli_taps", default=None)
+
+
+class Taps:
+    """Chosen layers of one model that can be listened to. Make one with `arm`.
+
+    layers: 0-based, in the order in which a drafter wants them.
+    """
+
+    def __init__(self, layers: tuple[int, ...], modules: list[nn.Module]):
+        self.layers = layers
+        self._modules = modules
+
+    @classmethod
+    def arm(cls, model: Any, layers: Sequence[int]) -> Taps:
+        """Put the layer instances into listening subclasses, once each. ModelError where the model
+        has no such layers."""
+        stack = getattr(model, "layers", None) or []
+        beyond = [i for i in layers if not 0 <= i < len(stack)]
+        if beyond:
+            raise ModelError(
+                f"the drafter reads layer `{beyond[0]}`, `{type(model).__module__}` has "
+                f"{len(stack)} layers"
+            )
+        modules = [stack[i] for i in layers]
+        for module in modules:
+            if not getattr(type(module), "is_tapped", False):
+                module.__class__ = _listening(type(module))
+        return cls(tuple(layers), modules)
+
+    @contextmanager
+    def noting(self) -> Iterator[list[mx.array]]:
+        """Note one model call. The list holds, on exit, one lazy (n, H) array a layer."""
+        notes: dict[int, list[Any]] = {id(m): [] for m in self._modules}
+        found: list[mx.array] = []
+        token = _noted.set(notes)
+        try:
+            yield found
+        finally:
+            _noted.reset(token)
+        found += [_rows(notes[id(m)], m) for m in self._modules]
+
+
+def _rows(outputs: list[Any], module: nn.Module) -> mx.array:
+    """The one output of a layer, without its batch axis; the first, where it returns several."""
+    name = f"{type(module).__module__}.{type(module).__name__}"
+    if len(outputs) != 1:
+        raise ModelError(f"`{name}` ran {len(outputs)} times in one model call, not once")
+    output = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
+    if not isinstance(output, mx.array) or output.ndim != 3 or output.shape[0] != 1:
+        raise ModelError(f"`{name}` does not return its residual stream as one array")
+    return output[0]
+
+
+@cache
+def _listening(cls: type) -> type:
+    call = cls.__call__
+
+    def __call__(self, *args, **kwargs):
+        output = call(self, *args, **kwargs)
+        notes = _noted.get()
+        if notes is not None and id(self) in notes:
+            notes[id(self)].append(output)
+        return output
+
+    listening = derived(cls, __call__)
+    listening.is_tapped = True
+    return listening
