@@ -351,8 +351,8 @@ class Model(nn.Module):
                 scale = depth if name.endswith(("down_proj", "o_proj", "out_proj")) else 1.0
                 nn.init.normal_(module.weight, std=scale * module.in_features**-0.5)
 
-    def hidden(self, tokens: Tensor, starts: Tensor) -> Tensor:
-        """tokens (B, T) and starts (B, T, bool) -> the last hidden states (B, T, D)."""
+    def residuals(self, tokens: Tensor, starts: Tensor) -> list[Tensor]:
+        """tokens (B, T) and starts (B, T, bool) -> the stream after every layer, (B, T, D) each."""
         index = torch.arange(tokens.shape[1], device=tokens.device)
         begin = torch.where(starts, index, 0).cummax(1).values
         position = index - begin
@@ -361,9 +361,15 @@ class Model(nn.Module):
         x = F.embedding(tokens, self.embed_tokens.weight)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        streams = []
         for layer in self.layers:
             x = layer(x, position, mask[:, None])
-        return self.norm(x)
+            streams.append(x)
+        return streams
+
+    def hidden(self, tokens: Tensor, starts: Tensor) -> Tensor:
+        """What the output head reads, (B, T, D)."""
+        return self.norm(self.residuals(tokens, starts)[-1])
 
     def forward(self, tokens: Tensor, starts: Tensor) -> Tensor:
         """Logits (B, T, V) of the token after each row."""
