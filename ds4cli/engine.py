@@ -13,20 +13,27 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from ds4cli import delta, drafters, heads, loading, storage
 from ds4cli.caches import adapt, build_caches, check_kv_bits
 from ds4cli.capabilities import Capabilities, survey
-from ds4cli.errors import UsageError
+from ds4cli.drafters import checkpoint
+from ds4cli.drafters.checkpoint import Head, HeadSource
+from ds4cli.errors import ModelError, UsageError
 from ds4cli.sampling import Sampler
 from ds4cli.session import Session
 from ds4cli.settings import Settings
 from ds4cli.tape import Recorder
 from ds4cli.tape.check import self_check
+from ds4cli.taps import Taps
 from ds4cli.timeline import Limits, Timeline
 from ds4cli.vocabulary import Vocabulary
 
 # Rows of one block at most: what the slack of a sliding window allows beyond the horizon.
 MAX_DRAFT_TOKENS = 31
+# Heads in the target's own folder, the one to prefer first.
+HEAD_ORDER: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,8 @@ def leaves(families: Sequence[str]) -> list[str]:
 class Engine(Vocabulary):
     """Loaded, shared, read-only. One engine serves any number of sessions.
 
-    model: an mlx-lm model; tokenizer: mlx-lm's TokenizerWrapper (or alike); draft: a draft model.
+    model: an mlx-lm model; tokenizer: mlx-lm's TokenizerWrapper (or alike); draft: a draft model;
+    head: a drafting head on this model.
     """
 
     def __init__(
@@ -81,6 +89,7 @@ class Engine(Vocabulary):
         settings: Settings,
         *,
         draft: Any = None,
+        head: Head | None = None,
         context_tokens: int | None = None,
         fingerprint: str = "",
         notices: Sequence[str] = (),
@@ -92,6 +101,7 @@ class Engine(Vocabulary):
         self.max_draft_tokens = MAX_DRAFT_TOKENS
         self.model = model
         self._draft = draft
+        self._head = head
         if settings.kv_bits is not None:
             check_kv_bits(model, settings.kv_bits, settings.kv_group_size)
         self.notices += Armed.of(model).notices
@@ -117,26 +127,29 @@ class Engine(Vocabulary):
         """
         chosen = Settings(model=str(model), **settings)
         source = loading.find(chosen.model, chosen.offline)
-        draft_source = _draft_source(chosen)
+        draft_source, head_source, notices = _drafting(chosen, source)
         tokenizer = loading.tokenizer(source)
         if draft_source is not None:
             draft_tokenizer = loading.tokenizer(draft_source)
             loading.check_same_tokenizer(tokenizer, draft_tokenizer, draft_source.name)
         context_tokens = _context(source, draft_source)
         before_weights(Vocabulary(tokenizer, context_tokens))
-        weights, notices = loading.weights(source, chosen.dtype)
+        weights, more = loading.weights(source, chosen.dtype)
+        notices += more
         draft = None
         if draft_source is not None:
             draft, more = loading.weights(draft_source, chosen.dtype)
             notices += more
+        head, more = _load_head(head_source, weights, chosen)
         return cls(
             weights,
             tokenizer,
             chosen,
             draft=draft,
+            head=head,
             context_tokens=context_tokens,
             fingerprint=source.fingerprint(),
-            notices=notices,
+            notices=notices + more,
         )
 
     # -- sessions ---------------------------------------------------------------------------------
@@ -145,11 +158,12 @@ class Engine(Vocabulary):
         """A new, empty session."""
         return self.session_from(self._timeline(self.model))
 
-    def session_from(self, timeline: Timeline) -> Session:
-        """A session that goes on from `timeline`."""
+    def session_from(self, timeline: Timeline, drafter: drafters.Drafter | None = None) -> Session:
+        """A session that goes on from `timeline`, with a new drafter if none is given."""
         sampler = Sampler(self.settings, token_limit=self.token_limit)
-        draft = None if self._draft is None else self._timeline(self._draft)
-        drafter = drafters.make(self.settings, draft, sampler)
+        if drafter is None:
+            draft = None if self._draft is None else self._timeline(self._draft)
+            drafter = drafters.make(self.settings, sampler, draft=draft, head=self._head)
         return Session(self, timeline, sampler, drafter)
 
     def load_session(self, path: str | Path) -> Session:
@@ -169,21 +183,80 @@ class Engine(Vocabulary):
             budget_bytes=settings.rewind_mb << 20,
             chunk_tokens=settings.prefill_step_size,
         )
+        read = self._head is not None and model is self.model
         return Timeline(
             model,
             Armed.of(model).recorder,
             limits,
             kv_bits=settings.kv_bits,
             kv_group_size=settings.kv_group_size,
+            taps=Taps.arm(model, self._head.taps) if read else None,
         )
 
 
-def _draft_source(settings: Settings) -> loading.Source | None:
-    if settings.drafter == "model" and settings.draft_model is None:
+def _drafting(
+    settings: Settings, target: loading.Source
+) -> tuple[loading.Source | None, HeadSource | None, list[str]]:
+    """The draft model or the drafting head to load, checked against the target, and notices."""
+    wanted = settings.drafter
+    if wanted in ("none", "ngram") or settings.speculate == "never":
+        return None, None, []
+    if settings.draft_model is not None:
+        source = loading.locate(settings.draft_model, settings.offline)
+        kind = checkpoint.kind_of(source.config)
+        _refuse_other_kind(wanted, kind or "model", source.name)
+        if kind is None:
+            loading.check_type(source)
+            return source, None, []
+        head = HeadSource(kind, source.name, source.folder, source.config)
+        head.check(target.config)
+        return None, head, []
+    if wanted == "model":
         raise UsageError("`--drafter model` needs a draft model", "name one with `--draft-model`")
-    if settings.draft_model is None or settings.drafter not in ("auto", "model"):
-        return None
-    return loading.find(settings.draft_model, settings.offline)
+    return None, *_own_head(wanted, target)
+
+
+def _refuse_other_kind(wanted: str, kind: str, name: str) -> None:
+    if wanted not in ("auto", kind):
+        raise UsageError(
+            f"`{name}` is a drafter of the kind `{kind}`, not `{wanted}`",
+            f"leave out `--drafter {wanted}`",
+        )
+
+
+def _own_head(wanted: str, target: loading.Source) -> tuple[HeadSource | None, list[str]]:
+    """The head in the target's own folder. In `auto`, one that does not fit gives a notice."""
+    for kind in HEAD_ORDER if wanted == "auto" else (wanted,):
+        head = checkpoint.find(kind, target.name, target.folder, target.config)
+        if head is None:
+            continue
+        try:
+            head.check(target.config)
+        except UsageError as error:
+            if wanted != "auto":
+                raise
+            return None, [f"drafting with ngram alone: {error}"]
+        return head, []
+    if wanted == "auto":
+        return None, []
+    raise UsageError(
+        f"`{target.name}` has no {wanted} head", "name one with `--draft-model`, or use `ngram`"
+    )
+
+
+def _load_head(
+    source: HeadSource | None, model: Any, settings: Settings
+) -> tuple[Head | None, list[str]]:
+    """The head on this model. In `auto`, one that cannot run here gives a notice."""
+    if source is None:
+        return None, []
+    try:
+        head = source.load(model, mx.float32 if loading.is_float32(model) else None)
+    except ModelError as error:
+        if settings.drafter != "auto" or settings.draft_model is not None:
+            raise
+        return None, [f"drafting with ngram alone: {error}"]
+    return head, []
 
 
 def _context(source: loading.Source, draft: loading.Source | None) -> int | None:

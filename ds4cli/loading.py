@@ -53,7 +53,15 @@ class Source:
 
 
 def find(name: str, offline: bool = False) -> Source:
-    """The model folder for a folder, a hub id or `builtin`. UsageError if there is none."""
+    """The model folder for a folder, a hub id or `builtin`. UsageError if there is none, or if
+    mlx-lm has no code for its type."""
+    source = locate(name, offline)
+    check_type(source)
+    return source
+
+
+def locate(name: str, offline: bool = False) -> Source:
+    """Like `find`, for a folder that may hold a drafting head instead of a model."""
     folder = _folder(name, offline)
     path = folder / "config.json"
     try:
@@ -65,19 +73,22 @@ def find(name: str, offline: bool = False) -> Source:
         ) from None
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read `{path}`: {error}") from None
-    if not isinstance(config, dict) or "model_type" not in config:
+    if not isinstance(config, dict) or not {"model_type", "architectures"} & config.keys():
         raise UsageError(f"`{path}` names no model_type")
-    if "model_file" not in config:  # code of its own: mlx-lm says what it thinks of that
-        _check_type(name, config)
     return Source(name, folder, config)
 
 
-def _check_type(name: str, config: dict[str, Any]) -> None:
+def check_type(source: Source) -> None:
     """UsageError for a type that mlx-lm has no code for, before the tokenizer is read."""
+    if "model_file" in source.config:  # code of its own: mlx-lm says what it thinks of that
+        return
+    if "model_type" not in source.config:
+        raise UsageError(f"`{source.folder / 'config.json'}` names no model_type")
     try:
-        _get_classes(config)
+        _get_classes(source.config)
     except ValueError as error:
-        raise UsageError(f"cannot load `{name}`: {error}", _unsupported_hint(error)) from None
+        name, hint = source.name, _unsupported_hint(error)
+        raise UsageError(f"cannot load `{name}`: {error}", hint) from None
 
 
 def _folder(name: str, offline: bool) -> Path:
@@ -177,19 +188,20 @@ def free_memory_bytes() -> int:
         return 1 << 62
 
 
+def is_float32(model: Any) -> bool:
+    """Whether all weights are float32, none of them packed."""
+    dtypes = {v.dtype for _, v in tree_flatten(model.parameters())}
+    floats = {dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating)}
+    return floats <= {mx.float32} and mx.uint32 not in dtypes
+
+
 def _to_float32(model: Any, name: str) -> list[str]:
-    floats = {v.dtype for _, v in tree_flatten(model.parameters()) if _is_float(v)}
-    packed = any(v.dtype == mx.uint32 for _, v in tree_flatten(model.parameters()))
-    if floats <= {mx.float32} and not packed:
+    if is_float32(model):
         return []
     model.set_dtype(mx.float32)  # scales first, so that unpacking rounds nothing
     dequantize_model(model)
     gigabytes = 4 * sum(v.size for _, v in tree_flatten(model.parameters())) / 1e9
     return [f"`{name}`: weights held as float32 ({gigabytes:.1f} GB), the fast type here"]
-
-
-def _is_float(array: mx.array) -> bool:
-    return mx.issubdtype(array.dtype, mx.floating)
 
 
 def check_same_tokenizer(target: Any, draft: Any, draft_name: str) -> None:

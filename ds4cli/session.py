@@ -114,6 +114,7 @@ class Session:
         self.stats = Stats(drafter=drafter.name)
         self.length = DraftLength(engine.settings)
         self._timeline = timeline
+        timeline.observer = drafter.observe if drafter.taps else None
         self._next: tuple[int, int, int] | None = None  # pos, attempt, the token picked for it
         self._moves = 0
         self._reply: Reply | None = None  # the one being streamed
@@ -213,7 +214,7 @@ class Session:
 
     def fork(self) -> Session:
         """An independent branch at the same position that samples alike; both may go on."""
-        twin = self.engine.session_from(self._timeline.fork())
+        twin = self.engine.session_from(self._timeline.fork(), self.drafter.fork())
         twin.use(self.sampler.settings)
         twin.attempt = self.attempt
         return twin

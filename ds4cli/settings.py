@@ -149,11 +149,14 @@ class Settings:
         "auto",
         str,
         SPECULATION,
-        "Where guesses come from; auto: the draft model, else ngram.",
-        choices=("auto", "none", "ngram", "model"),
+        "Where guesses come from; auto: ngram, and the draft model or head if there is one.",
+        choices=("auto", "none", "ngram", "model", "dspark", "dflash", "mtp"),
     )
     draft_model: str | None = _setting(
-        None, str, SPECULATION, "Folder or hub id of a small model with the same tokenizer."
+        None,
+        str,
+        SPECULATION,
+        "Folder or hub id of a small model with the same tokenizer, or of a drafting head.",
     )
     num_draft_tokens: int | None = _setting(
         None, int, SPECULATION, "Guesses per step.", unset="what pays here", **_between(1, 64)
@@ -447,7 +450,7 @@ def _profile(config: ConfigFile, name: str) -> dict[str, Any]:
 
 # Pairs that exclude each other. They count only within one layer: a flag may overrule a file.
 _CONTRADICTIONS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], bool]], ...] = (
-    ("draft_model", bool, "drafter", lambda v: v in ("none", "ngram")),
+    ("draft_model", bool, "drafter", lambda v: v in ("none", "ngram", "mtp")),
     ("raw", bool, "system", bool),
     ("raw", bool, "tools", bool),
     ("raw", bool, "think", lambda v: v is not None),

@@ -31,6 +31,7 @@ from ds4cli.rewind import (
     plan,
 )
 from ds4cli.tape import Recorder, Tape
+from ds4cli.taps import Taps
 
 DENSE_BASES = 4
 # Cache kinds that never drop a row.
@@ -65,6 +66,7 @@ class _Block:
     slots: list[list[mx.array | None]]
     tape: Tape | None
     logits: mx.array  # (n, V), or only the last row (1, V); lazy until `evaluate`
+    hidden: list[mx.array]  # (n, H) per tapped layer
 
     def row(self, rows: int) -> mx.array:
         """The logits row (V,) after the first `rows` tokens of the feed."""
@@ -97,6 +99,8 @@ class Timeline:
 
     model: an mlx-lm model, called as `model(tokens (1, n), cache=caches) -> logits (1, n, V)`.
     recorder: the armed tape recorder; None means that recurrent layers go back by feeding tokens.
+    taps: layers that a drafter reads. observer: called with the position and, per tapped layer, the
+    residual rows (n, H) of what was committed from there on.
     """
 
     def __init__(
@@ -107,9 +111,12 @@ class Timeline:
         *,
         kv_bits: int | None = None,
         kv_group_size: int = 64,
+        taps: Taps | None = None,
     ):
         self.model = model
         self.recorder = recorder
+        self.taps = taps
+        self.observer: Callable[[int, list[mx.array]], None] | None = None
         self.limits = limits
         self.counters = Counters()
         self.recording = True
@@ -169,22 +176,26 @@ class Timeline:
         try:
             for a in self.adapters:
                 a.before_write(same_rows=again)
-            logits, tape = self._call(tokens, record and self.recording)
+            logits, tape, hidden = self._call(tokens, record and self.recording)
         except BaseException:
             self._restore(holds)
             raise
         start = self.pos + sum(len(block.feed) for block in self._open)
-        self._open.append(_Block(start, tokens, holds, slots, tape, logits))
+        self._open.append(_Block(start, tokens, holds, slots, tape, logits, hidden))
         return logits
 
-    def _call(self, tokens: Sequence[int] | mx.array, record: bool) -> tuple[mx.array, Tape | None]:
+    def _call(
+        self, tokens: Sequence[int] | mx.array, record: bool
+    ) -> tuple[mx.array, Tape | None, list[mx.array]]:
         self.counters.forwards += 1
         self.counters.fed_tokens += len(tokens)
         taped = record and self.recorder is not None and bool(self._recurrent)
         caches = [a.cache for a in self._recurrent]
-        with self.recorder.recording(caches) if taped else nullcontext() as tape:
+        recording = self.recorder.recording(caches) if taped else nullcontext()
+        noting = self.taps.noting() if self.taps is not None else nullcontext([])
+        with recording as tape, noting as hidden:
             logits = self.model(mx.array(tokens, mx.int32)[None], cache=self.caches)
-        return logits[0], tape
+        return logits[0], tape, hidden
 
     def evaluate(self, *arrays: mx.array, wait: bool = True) -> None:
         """Evaluate the newest open block with `arrays` in one go; on failure it is undone.
@@ -196,7 +207,7 @@ class Timeline:
         caches = [a.arrays() for a in self.adapters]
         try:
             run = mx.eval if wait else mx.async_eval
-            run(*arrays, block.logits, tape, caches)
+            run(*arrays, block.logits, tape, block.hidden, caches)
         except BaseException:
             self.abort()
             raise
@@ -226,6 +237,8 @@ class Timeline:
             start = block.start + (self.logits is None)
             self.logits, self.record = block.row(rows), (start, self.pos)
             self._remember(block, rows, before[0])
+            if block.hidden and self.observer is not None:
+                self.observer(block.start, [x[:rows] for x in block.hidden])
         except BaseException:
             self._restore(block.holds)
             self._open = []
@@ -507,7 +520,7 @@ class Timeline:
         twin.horizon, twin.ladder = self.horizon.copy(), self.ladder.copy()
         twin.horizon.truncate(self.pos)
         twin.ladder.drop_after(self.pos)
-        twin.counters = Counters()
+        twin.counters, twin.observer = Counters(), None
         return twin
 
     def state(self) -> dict[str, Any]:

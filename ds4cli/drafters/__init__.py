@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds4cli.settings import Settings
 
@@ -27,6 +27,11 @@ class Drafter:
     is_free = True
     confidence = 0
     taps: tuple[int, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Drafter, ...]:
+        """The drafters that this one is made of, free ones first."""
+        return (self,)
 
     def propose(self, tokens: Sequence[int], n: int) -> list[int]:
         """At most n guesses for what follows `tokens`; [] = no idea."""
@@ -53,14 +58,29 @@ class Drafter:
         return copy.copy(self)
 
 
-def make(settings: Settings, draft: Timeline | None, sampler: Sampler) -> Drafter:
-    """The drafter the settings ask for; `auto` is the draft model if one is loaded, else ngram."""
+def make(
+    settings: Settings, sampler: Sampler, *, draft: Timeline | None = None, head: Any = None
+) -> Drafter:
+    """The drafter the settings ask for.
+
+    draft: the state of a loaded draft model. head: a loaded head, `head.drafter(sampler)` makes its
+    drafter. `auto` puts ngram in front of whichever there is.
+    """
     if settings.drafter == "none" or settings.speculate == "never":
         return Drafter()
+    from ds4cli.drafters.ngram import NgramDrafter
+
+    loaded = None
     if draft is not None:
         from ds4cli.drafters.model import ModelDrafter
 
-        return ModelDrafter(draft, sampler)
-    from ds4cli.drafters.ngram import NgramDrafter
+        loaded = ModelDrafter(draft, sampler)
+    elif head is not None:
+        loaded = head.drafter(sampler)
+    if loaded is None:
+        return NgramDrafter()
+    if settings.drafter != "auto":
+        return loaded
+    from ds4cli.drafters.combined import CombinedDrafter
 
-    return NgramDrafter()
+    return CombinedDrafter(NgramDrafter(), loaded)

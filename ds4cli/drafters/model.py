@@ -41,3 +41,6 @@ class ModelDrafter(Drafter):
 
     def use(self, sampler: Sampler) -> None:
         self._sampler = sampler
+
+    def fork(self) -> ModelDrafter:
+        return ModelDrafter(self.timeline.fork(), self._sampler)

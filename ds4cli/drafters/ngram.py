@@ -47,6 +47,9 @@ class NgramDrafter(Drafter):
             chain.drop(self._tokens, pos)
         del self._tokens[pos:]
 
+    def fork(self) -> NgramDrafter:
+        return NgramDrafter()  # indexed again when first asked
+
     def _clear(self) -> None:
         self._tokens: list[int] = []  # indexed so far
         self._chains = [_Chain(order) for order in ORDERS]
