@@ -19,7 +19,8 @@ import mlx.core as mx
 
 from ds4cli.tape import Tape
 
-MERGE_SEGMENTS = 16
+# As many as a base serves, so that one-row segments are merged once, when their run is complete.
+MERGE_SEGMENTS = 64
 MERGE_ROWS = 32
 # Rows of a long call that one base serves.
 PIECE_ROWS = 128
@@ -88,10 +89,12 @@ class Horizon:
         self.budget_bytes = budget_bytes
         self.segments: list[Segment] = []
         self.start_row: mx.array | None = None
+        self._held_bytes = 0  # at least `nbytes`: counting is dear, so only near the budget
 
     def copy(self) -> Horizon:
         twin = Horizon(self.limit, self.spacing, self.budget_bytes)
         twin.segments, twin.start_row = list(self.segments), self.start_row
+        twin._held_bytes = self._held_bytes
         return twin
 
     @property
@@ -138,6 +141,7 @@ class Horizon:
 
     def clear(self) -> None:
         self.segments, self.start_row = [], None
+        self._held_bytes = 0
 
     def truncate(self, pos: int) -> None:
         """Forget the rows after pos."""
@@ -155,7 +159,9 @@ class Horizon:
         if not self.segments:
             self.start_row = row_before
         self._release_base()
-        self.segments.extend(self._pieces(segment))
+        pieces = list(self._pieces(segment))
+        self.segments += pieces
+        self._held_bytes += sum(piece.nbytes for piece in pieces)
         self._merge()
         self._trim()
 
@@ -169,16 +175,22 @@ class Horizon:
 
     def _release_base(self) -> None:
         """Keep a base every `spacing` rows; the newest one was kept only for its own block."""
-        bases = [i for i, s in enumerate(self.segments) if s.base is not None]
-        if len(bases) > 1:
-            last, previous = self.segments[bases[-1]], self.segments[bases[-2]]
-            if last.start - previous.start < self.spacing:
-                self.segments[bases[-1]] = replace(last, base=None)
+        if not self.segments or self.segments[-1].base is None:
+            return
+        last = self.segments[-1]
+        for s in self.segments[-2::-1]:
+            if last.start - s.start >= self.spacing:
+                return
+            if s.base is not None:
+                self.segments[-1] = replace(last, base=None)
+                self._held_bytes -= slots_nbytes(last.base)
+                return
 
     def _merge(self) -> None:
         """Make one segment of many short ones: the number of live arrays stays bounded."""
-        stop = len(self.segments) - 1
-        first = stop
+        first = stop = len(self.segments) - 1
+        if stop < MERGE_SEGMENTS or self.segments[stop - MERGE_SEGMENTS].rows >= MERGE_ROWS:
+            return
         while first > 0 and self.segments[first - 1].rows < MERGE_ROWS:
             first -= 1
             if self.segments[first].base is not None:
@@ -189,13 +201,18 @@ class Horizon:
     def _trim(self) -> None:
         """Drop what is beyond the limit; short of budget, logits rows go first, then old rows."""
         self._drop_before(self.end - self.limit)
+        if self._held_bytes <= self.budget_bytes:
+            return
         if self.nbytes > self.budget_bytes:
             self._drop_logits()
         while self.nbytes > self.budget_bytes and len(self.segments) > 1:
             self._drop_first()
+        self._held_bytes = self.nbytes
 
     def _drop_before(self, pos: int) -> None:
         """Start at the last base at or before pos."""
+        if len(self.segments) < 2 or self.segments[1].start > pos:
+            return
         starts = [s.start for s in self.segments if s.base is not None or s.tape is None]
         start = max((p for p in starts if p <= pos), default=self.low)
         while self.low < start:
@@ -210,6 +227,7 @@ class Horizon:
             base = first.tape.replay(first.base, first.rows)
             mx.async_eval(base)
             self.segments[1] = replace(second, base=base)
+            self._held_bytes += slots_nbytes(base)
         self.start_row = row
         del self.segments[0]
 

@@ -203,7 +203,7 @@ class Timeline:
         wait False only starts the work.
         """
         block = self._open[-1]
-        tape = block.tape.arrays() if block.tape is not None else []
+        tape = block.tape.pending() if block.tape is not None else []
         caches = [a.arrays() for a in self.adapters]
         try:
             run = mx.eval if wait else mx.async_eval

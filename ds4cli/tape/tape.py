@@ -32,8 +32,14 @@ class Tape:
         return self._layers[0][0].rows if self._layers else 0
 
     def arrays(self) -> list[mx.array]:
-        """All arrays of the tape; evaluate them with the step that made them."""
+        """All arrays of the tape."""
         return [x for tracks in self._layers for t in tracks for x in t.data]
+
+    def pending(self) -> list[mx.array]:
+        """What must be evaluated with the step, so as not to keep more alive than its rows; the
+        rest is evaluated by the step anyway, and fewer outputs are less work."""
+        tracks = (t for tracks in self._layers for t in tracks if not t.comes_with_step)
+        return [x for t in tracks for x in t.data]
 
     @property
     def nbytes(self) -> int:

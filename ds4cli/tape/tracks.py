@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
 
 @dataclass(frozen=True)
 class Track:
-    """Rows of one slot. data: arrays (1, rows, ...), one per input of the recurrence."""
+    """Rows of one slot. data: arrays (1, rows, ...), one per input of the recurrence.
+
+    comes_with_step: the model call computes `data` itself, on the way to its own outputs.
+    """
 
     data: tuple[mx.array, ...]
+    comes_with_step: ClassVar[bool] = False
 
     @property
     def rows(self) -> int:

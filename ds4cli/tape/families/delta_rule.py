@@ -27,6 +27,8 @@ name = "gated delta"
 class DeltaRows(Track):
     """data: k (1, T, Hk, Dk), v (1, T, Hv, Dv), g (1, T, Hv[, Dk]), beta (1, T, Hv)."""
 
+    comes_with_step = True
+
     def key(self, start):
         return *(x.shape for x in self.data), start is None
 
