@@ -89,12 +89,15 @@ class Horizon:
         self.budget_bytes = budget_bytes
         self.segments: list[Segment] = []
         self.start_row: mx.array | None = None
-        self._held_bytes = 0  # at least `nbytes`: counting is dear, so only near the budget
+        self._held_bytes = 0  # about `nbytes`: counting is dear, so only near the budget
+        self._row_bytes = self._base_bytes = 0  # of one row and one base, once known
+        self._kept_base: int | None = None  # where the newest base is that stays; None: look
 
     def copy(self) -> Horizon:
         twin = Horizon(self.limit, self.spacing, self.budget_bytes)
         twin.segments, twin.start_row = list(self.segments), self.start_row
-        twin._held_bytes = self._held_bytes
+        twin._held_bytes, twin._kept_base = self._held_bytes, self._kept_base
+        twin._row_bytes, twin._base_bytes = self._row_bytes, self._base_bytes
         return twin
 
     @property
@@ -141,10 +144,11 @@ class Horizon:
 
     def clear(self) -> None:
         self.segments, self.start_row = [], None
-        self._held_bytes = 0
+        self._held_bytes, self._kept_base = 0, None
 
     def truncate(self, pos: int) -> None:
         """Forget the rows after pos."""
+        self._kept_base = None
         kept = [s for s in self.segments if s.start < pos]
         if kept and kept[-1].end > pos:
             kept[-1] = kept[-1].head(pos - kept[-1].start)
@@ -159,11 +163,18 @@ class Horizon:
         if not self.segments:
             self.start_row = row_before
         self._release_base()
-        pieces = list(self._pieces(segment))
-        self.segments += pieces
-        self._held_bytes += sum(piece.nbytes for piece in pieces)
+        self._measure(segment)
+        for piece in self._pieces(segment):
+            self.segments.append(piece)
+            self._held_bytes += piece.rows * self._row_bytes + self._base_bytes
         self._merge()
         self._trim()
+
+    def _measure(self, segment: Segment) -> None:
+        """Learn what a row and a base cost from the first segment: all are alike."""
+        if not self._row_bytes:
+            self._base_bytes = slots_nbytes(segment.base or [])
+            self._row_bytes = -(-(segment.nbytes - self._base_bytes) // segment.rows)
 
     def _pieces(self, segment: Segment) -> Iterable[Segment]:
         """A long call in parts with a base each, so that no replay from here is long."""
@@ -175,16 +186,17 @@ class Horizon:
 
     def _release_base(self) -> None:
         """Keep a base every `spacing` rows; the newest one was kept only for its own block."""
-        if not self.segments or self.segments[-1].base is None:
+        if len(self.segments) < 2 or self.segments[-1].base is None:
             return
         last = self.segments[-1]
-        for s in self.segments[-2::-1]:
-            if last.start - s.start >= self.spacing:
-                return
-            if s.base is not None:
-                self.segments[-1] = replace(last, base=None)
-                self._held_bytes -= slots_nbytes(last.base)
-                return
+        if self._kept_base is None:
+            bases = (s.start for s in self.segments[-2::-1] if s.base is not None)
+            self._kept_base = next(bases, last.start)
+        if 0 < last.start - self._kept_base < self.spacing:
+            self.segments[-1] = replace(last, base=None)
+            self._held_bytes -= self._base_bytes
+        else:
+            self._kept_base = last.start
 
     def _merge(self) -> None:
         """Make one segment of many short ones: the number of live arrays stays bounded."""
@@ -227,7 +239,7 @@ class Horizon:
             base = first.tape.replay(first.base, first.rows)
             mx.async_eval(base)
             self.segments[1] = replace(second, base=base)
-            self._held_bytes += slots_nbytes(base)
+            self._held_bytes += self._base_bytes
         self.start_row = row
         del self.segments[0]
 
