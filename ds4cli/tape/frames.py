@@ -32,6 +32,8 @@ class Frame:
     delegated: whether it handed the cache on to a module inside it.
     """
 
+    __slots__ = ("_log", "_next", "delegated")
+
     def __init__(self, log: Log, slot: int):
         self._log = log
         self._next = slot
@@ -98,11 +100,12 @@ def run(call, self, args: tuple, kwargs: dict, slot: int = 0) -> Any:
 
 
 def _find(logs: dict[int, Log], args: tuple, kwargs: dict) -> Log | None:
-    for value in (*args, *kwargs.values()):
-        parts = value.caches if isinstance(value, CacheList) else (value,)
-        for part in parts:
-            if isinstance(part, ArraysCache) and id(part) in logs:
-                return logs[id(part)]
+    for value in (*kwargs.values(), *args):
+        log = logs.get(id(value))  # a log holds its cache, so an id is never another's
+        if log is None and isinstance(value, CacheList):
+            log = _find(logs, value.caches, {})
+        if log is not None:
+            return log
     return None
 
 
