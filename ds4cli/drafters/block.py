@@ -1,0 +1,386 @@
+"""What DSpark and DFlash share: a small transformer that names a whole block in one pass.
+
+Its context is the target's own: every committed token gives, from the residual stream after a few
+target layers, keys and values for each draft layer, and no more. They are kept in a buffer, so
+going back is a cursor move. The block, [anchor, mask, mask, ...], attends to them and to itself.
+
+Sources: DeepSpec `deepspec/modeling/dspark/qwen3/modeling.py`, z-lab `dflash/model_mlx.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.qwen3 import MLP
+from mlx_lm.models.rope_utils import initialize_rope
+from mlx_lm.utils import dequantize_model
+
+from ds4cli.drafters import Drafter
+from ds4cli.drafters.block_config import BlockConfig, read
+from ds4cli.drafters.target import Target
+from ds4cli.errors import ModelError
+from ds4cli.sampling import Sampler
+
+STEP = 256  # rows by which the context buffer grows
+MOST_WAITING = 256  # rows that wait for a proposal before they are projected anyway
+# Tensors of a checkpoint that nothing here reads: the verifier's own, and tables.
+UNREAD = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.")
+
+# (layer, block keys, block values) -> keys, values of context and block, first position of both
+Join = Callable[[int, mx.array, mx.array], tuple[mx.array, mx.array]]
+
+
+class BlockAttention(nn.Module):
+    """Qwen3 attention whose block rows see all of the block and of the context, or a window."""
+
+    def __init__(self, config: BlockConfig, layer: int):
+        super().__init__()
+        size, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(size, config.num_attention_heads * dim, bias=bias)
+        self.k_proj = nn.Linear(size, config.num_key_value_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(size, config.num_key_value_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * dim, size, bias=bias)
+        self.q_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
+        self.rope = initialize_rope(
+            int(dim * config.partial_rotary_factor),
+            config.rope_theta,
+            False,
+            config.rope_scaling,
+            config.max_position_embeddings,
+        )
+        self._dim, self._layer, self._window = dim, layer, config.windows[layer]
+
+    def keys_values(self, x: mx.array, pos: int) -> tuple[mx.array, mx.array]:
+        """Of rows x (n, H) that stand at pos, pos + 1, ...: (1, heads, n, D) each."""
+        keys = self.k_norm(self._split(self.k_proj(x)))
+        return self.rope(keys, offset=pos), self._split(self.v_proj(x))
+
+    def __call__(self, x: mx.array, pos: int, join: Join) -> mx.array:
+        queries = self.rope(self.q_norm(self._split(self.q_proj(x))), offset=pos)
+        keys, values = join(self._layer, *self.keys_values(x, pos))
+        keys, values, mask = self._see(keys, values, len(x))
+        out = mx.fast.scaled_dot_product_attention(
+            queries, keys, values, scale=self._dim**-0.5, mask=mask
+        )
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(len(x), -1))
+
+    def _split(self, x: mx.array) -> mx.array:
+        return x.reshape(1, len(x), -1, self._dim).transpose(0, 2, 1, 3)
+
+    def _see(
+        self, keys: mx.array, values: mx.array, block: int
+    ) -> tuple[mx.array, mx.array, mx.array | None]:
+        """What the block's rows may see; in a windowed layer that is causal, as z-lab trains it."""
+        if self._window is None:
+            return keys, values, None
+        first = max(0, keys.shape[2] - block - self._window + 1)
+        keys, values = keys[:, :, first:], values[:, :, first:]
+        rows = keys.shape[2]
+        ahead = mx.arange(rows - block, rows)[:, None] - mx.arange(rows)[None]
+        return keys, values, (ahead >= 0) & (ahead < self._window)
+
+
+class BlockLayer(nn.Module):
+    """A Qwen3 block."""
+
+    def __init__(self, config: BlockConfig, layer: int):
+        super().__init__()
+        self.self_attn = BlockAttention(config, layer)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, pos: int, join: Join) -> mx.array:
+        x = x + self.self_attn(self.input_layernorm(x), pos, join)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class BlockHead(nn.Module):
+    """The backbone, with the checkpoint's own embedding and output projection or the target's.
+
+    Make one with `load`. taps: target layers whose residual stream it wants, in that order.
+    """
+
+    kind = ""
+
+    def __init__(self, config: BlockConfig, target: Target):
+        super().__init__()
+        size = config.hidden_size
+        self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
+        self.hidden_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.layers = [BlockLayer(config, i) for i in range(len(config.windows))]
+        self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.config = config
+        self._target = target
+        self._target_ids: mx.array | None = None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.taps
+
+    @classmethod
+    def load(cls, folder: Path, target: Target, dtype: mx.Dtype | None) -> BlockHead:
+        """The head in a folder, evaluated. dtype: float32 unpacks and casts, None is as stored.
+
+        ModelError for a tensor that is missing, is not known or has another shape, and where the
+        target lacks a part that the checkpoint leaves to it.
+        """
+        config = read(
+            json.loads((folder / "config.json").read_text("utf-8")), cls.kind, folder.name
+        )
+        head, weights = cls(config, target), _tensors(folder)
+        head._fit_target()
+        head._take_vocabulary(weights)
+        _fill(head, weights, config.quantization, folder.name)
+        if dtype is not None:
+            head.set_dtype(dtype)  # scales first, so that unpacking rounds nothing
+            dequantize_model(head)
+        mx.eval(head.parameters())
+        return head
+
+    def _fit_target(self) -> None:
+        config, target = self.config, self._target
+        if config.hidden_size != target.hidden_size or max(config.taps) >= target.num_layers:
+            raise ModelError(
+                f"the head wants layer {max(config.taps)} of a target of size "
+                f"{config.hidden_size}; this one has {target.num_layers} layers of size "
+                f"{target.hidden_size}"
+            )
+
+    def _take_vocabulary(self, weights: dict[str, mx.array]) -> None:
+        """Build the embedding, projection and id table that the checkpoint has of its own."""
+        config = self.config
+        offsets, mask = weights.pop("d2t", None), weights.pop("t2d", None)
+        if config.draft_vocab_size != config.vocab_size:
+            self._target_ids = _target_ids(offsets, mask, config.draft_vocab_size)
+        has_head = "lm_head.weight" in weights or self._target_ids is not None
+        if "embed_tokens.weight" in weights:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if has_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        elif "embed_tokens.weight" not in weights or not config.tie_word_embeddings:
+            self._target.prove()
+
+    def context(self, hidden: Sequence[mx.array]) -> mx.array:
+        """The context vectors of tokens: one (n, H) array for each of `taps` -> (n, H)."""
+        taps = mx.concatenate(list(hidden), axis=-1).astype(self.norm.weight.dtype)
+        return self.hidden_norm(self.fc(taps))
+
+    def __call__(self, ids: mx.array, pos: int, join: Join) -> mx.array:
+        """The block `ids` (n,), which stands at pos: its slots' vectors (n, H)."""
+        embed = self.embed_tokens if "embed_tokens" in self else self._target.embed
+        x = embed(ids).astype(self.norm.weight.dtype)
+        for layer in self.layers:
+            x = layer(x, pos, join)
+        return self.norm(x)
+
+    def logits(self, slots: mx.array) -> mx.array:
+        """(n, H) -> (n, draft vocabulary)"""
+        if "lm_head" in self:
+            return self.lm_head(slots)
+        if "embed_tokens" in self and self.config.tie_word_embeddings:
+            return self.embed_tokens.as_linear(slots)
+        return self._target.head(slots)
+
+    def spread(self, rows: mx.array) -> mx.array:
+        """Logits (n, draft vocabulary) over the target's ids, so that both see the same noise."""
+        if self._target_ids is None:
+            return rows
+        wide = mx.full((len(rows), self.config.vocab_size), -mx.inf, rows.dtype)
+        wide[:, self._target_ids] = rows
+        return wide
+
+
+def _tensors(folder: Path) -> dict[str, mx.array]:
+    weights: dict[str, mx.array] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        weights.update(mx.load(str(path)))
+    if not weights:
+        raise ModelError(f"`{folder.name}` has no weights (*.safetensors)")
+    weights = {name.removeprefix("model."): value for name, value in weights.items()}
+    return {name: value for name, value in weights.items() if not name.startswith(UNREAD)}
+
+
+def _target_ids(offsets: mx.array | None, mask: mx.array | None, size: int) -> mx.array:
+    """The target's id of every draft id: int32 (size,)."""
+    if offsets is not None:
+        ids = mx.arange(size) + offsets.astype(mx.int32)
+    elif mask is not None:
+        ids = mx.array([i for i, is_in in enumerate(mask.tolist()) if is_in], mx.int32)
+    else:
+        raise ModelError("the head has a vocabulary of its own but no tensor `d2t` or `t2d`")
+    if ids.shape != (size,):
+        raise ModelError(f"tensor `t2d` names {len(ids)} ids, `draft_vocab_size` is {size}")
+    return ids
+
+
+def _fill(head: nn.Module, weights: dict[str, mx.array], quantization: dict, name: str) -> None:
+    """Put the tensors in place, each exactly where it belongs."""
+
+    def is_packed(path: str, module: nn.Module) -> Any:
+        own = quantization.get(path)
+        return f"{path}.scales" in weights and (own if isinstance(own, dict) else True)
+
+    if any(key.endswith(".scales") for key in weights):
+        known = ("group_size", "bits", "mode")
+        options = {key: quantization[key] for key in known if key in quantization}
+        nn.quantize(head, **options, class_predicate=is_packed)
+    ours = dict(tree_flatten(head.parameters()))
+    for problem, keys in (("lacks", ours.keys() - weights), ("has unknown", weights.keys() - ours)):
+        if keys:
+            raise ModelError(f"`{name}` {problem} tensor `{min(keys)}` ({len(keys)} in all)")
+    for key, value in weights.items():
+        if value.shape != ours[key].shape:
+            raise ModelError(
+                f"`{name}`: tensor `{key}` is {value.shape}, its config wants {ours[key].shape}"
+            )
+    head.load_weights(list(weights.items()))
+
+
+class Context:
+    """Keys and values of committed tokens for each draft layer, at their absolute positions.
+
+    Rows stand in [first, end); those before `pos` count. New rows wait as references to the
+    target's residual stream and are projected together.
+    """
+
+    def __init__(self, head: BlockHead):
+        self.pos = 0
+        self._head = head
+        self._first = self._stored = self._end = 0
+        self._waiting: list[tuple[int, Sequence[mx.array]]] = []
+        self._buffers: list[list[mx.array]] = []  # [keys, values] a layer, (1, heads, rows, D)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for pair in self._buffers for array in pair)
+
+    def has(self, pos: int) -> bool:
+        """Whether there are rows right up to pos."""
+        return self._first < pos <= self.pos
+
+    def seek(self, pos: int) -> None:
+        """Rows from pos on do not count, for now."""
+        self.pos = min(pos, self._end)
+
+    def add(self, start: int, hidden: Sequence[mx.array]) -> None:
+        """Rows from start on; they replace what stood there and after. A gap starts anew."""
+        if not self._first <= start <= self.pos:
+            self._first = self._stored = start
+            self._waiting = []
+        before = [(at, rows) for at, rows in self._waiting if at < start]
+        if before and before[-1][0] + len(before[-1][1][0]) > start:
+            at, rows = before.pop()
+            before.append((at, [tap[: start - at] for tap in rows]))
+        self._waiting = [*before, (start, hidden)]
+        self._stored = min(self._stored, start)
+        self.pos = self._end = start + len(hidden[0])
+        if self._end - self._stored > MOST_WAITING:
+            self._project()
+            mx.async_eval(self._buffers)
+
+    def join(self, pos: int) -> Join:
+        """What the attention of a block that stands at pos sees. Call it when `has(pos)`."""
+        self._project()
+        rows = pos - self._first
+
+        def joined(layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+            block = keys, values
+            if pos < self._end:  # rows behind may count again
+                old = (buffer[:, :, :rows] for buffer in self._buffers[layer])
+                return tuple(mx.concatenate(pair, axis=2) for pair in zip(old, block, strict=True))
+            self._write(layer, rows, block)
+            return tuple(buf[:, :, : rows + keys.shape[2]] for buf in self._buffers[layer])
+
+        return joined
+
+    def _project(self) -> None:
+        if not self._waiting:
+            return
+        taps = [mx.concatenate(rows) for rows in zip(*(r for _, r in self._waiting), strict=True)]
+        x = self._head.context(taps)
+        for i, layer in enumerate(self._head.layers):
+            rows = layer.self_attn.keys_values(x, self._stored)
+            self._write(i, self._stored - self._first, rows)
+        self._waiting, self._stored = [], self._end
+
+    def _write(self, layer: int, row: int, rows: tuple[mx.array, mx.array]) -> None:
+        if layer == len(self._buffers):
+            self._buffers.append([mx.zeros((*r.shape[:2], 0, r.shape[3]), r.dtype) for r in rows])
+        buffers = self._buffers[layer]
+        for i, new in enumerate(rows):
+            missing = row + new.shape[2] - buffers[i].shape[2]
+            if missing > 0:
+                more = -(-missing // STEP) * STEP
+                space = mx.zeros((*new.shape[:2], more, new.shape[3]), new.dtype)
+                buffers[i] = mx.concatenate([buffers[i][:, :, :row], space], axis=2)
+            buffers[i][:, :, row : row + new.shape[2]] = new
+
+    def fork(self) -> Context:
+        """A twin; rows are shared until one of the two writes."""
+        twin = copy.copy(self)
+        twin._waiting = list(self._waiting)
+        # `mx.array` makes a second array object over the same data, copied on write.
+        twin._buffers = [[mx.array(buffer) for buffer in pair] for pair in self._buffers]
+        return twin
+
+
+class BlockDrafter(Drafter):
+    """Names the next tokens of one session with a head that it shares with others."""
+
+    is_free = False
+
+    def __init__(self, head: BlockHead, target: Target, sampler: Sampler):
+        self._head, self._target, self._sampler = head, target, sampler
+        self._context = Context(head)
+        self.taps = head.taps
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the context."""
+        return self._context.nbytes
+
+    def propose(self, tokens: Sequence[int], n: int) -> list[int]:
+        """At most n guesses, from one pass; none without the row before the anchor."""
+        config, anchor = self._head.config, len(tokens) - 1
+        n = min(n, config.guesses)
+        self.confidence = 0
+        if n < 1 or not self._context.has(anchor):
+            return []
+        # The whole block, however few are asked for: it was trained as a whole.
+        ids = mx.array([tokens[-1], *[config.mask_token_id] * (config.block_size - 1)])
+        slots = self._head(ids, anchor, self._context.join(anchor))
+        return self._choose(slots[config.first_slot :][:n], tokens)
+
+    def _choose(self, slots: mx.array, tokens: Sequence[int]) -> list[int]:
+        """The tokens that slots (n, H) name after `tokens`."""
+        rows = self._head.spread(self._head.logits(slots))
+        if not self._sampler.needs_history:
+            return self._sampler.pick(rows, len(tokens), tokens).tolist()
+        history = list(tokens)
+        for i in range(len(rows)):
+            history.append(self._sampler.pick(rows[i : i + 1], len(history), history).item())
+        return history[len(tokens) :]
+
+    def observe(self, start: int, hidden: Sequence[mx.array]) -> None:
+        if len(hidden[0]):
+            self._context.add(start, hidden)
+
+    def rewind(self, pos: int) -> None:
+        self._context.seek(pos)
+
+    def use(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def fork(self) -> BlockDrafter:
+        twin = copy.copy(self)
+        twin._context = self._context.fork()
+        return twin
