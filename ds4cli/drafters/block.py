@@ -317,12 +317,12 @@ class Context:
             self._buffers.append([mx.zeros((*r.shape[:2], 0, r.shape[3]), r.dtype) for r in rows])
         buffers = self._buffers[layer]
         for i, new in enumerate(rows):
-            missing = row + new.shape[2] - buffers[i].shape[2]
-            if missing > 0:
-                more = -(-missing // STEP) * STEP
+            end = row + new.shape[2]
+            if end > buffers[i].shape[2]:
+                more = -(-end // STEP) * STEP - row
                 space = mx.zeros((*new.shape[:2], more, new.shape[3]), new.dtype)
                 buffers[i] = mx.concatenate([buffers[i][:, :, :row], space], axis=2)
-            buffers[i][:, :, row : row + new.shape[2]] = new
+            buffers[i][:, :, row:end] = new
 
     def fork(self) -> Context:
         """A twin; rows are shared until one of the two writes."""
