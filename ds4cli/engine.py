@@ -33,7 +33,7 @@ from ds4cli.vocabulary import Vocabulary
 # Rows of one block at most: what the slack of a sliding window allows beyond the horizon.
 MAX_DRAFT_TOKENS = 31
 # Heads in the target's own folder, the one to prefer first.
-HEAD_ORDER: tuple[str, ...] = ()
+HEAD_ORDER = ("dspark", "dflash", "mtp")
 
 
 @dataclass(frozen=True)
