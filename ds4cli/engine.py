@@ -7,23 +7,27 @@ from ds4cli import blas
 blas.preload()  # before anything imports mlx.core
 
 # ruff: noqa: E402
+import os
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from ds4cli import delta, drafters, heads, loading, storage
+from ds4cli import __version__, delta, drafters, heads, loading, storage
 from ds4cli.caches import adapt, build_caches, check_kv_bits
 from ds4cli.capabilities import Capabilities, survey
 from ds4cli.drafters import checkpoint
 from ds4cli.drafters.checkpoint import Head, HeadSource
+from ds4cli.drafters.costs import PriceList
 from ds4cli.errors import ModelError, UsageError
 from ds4cli.sampling import Sampler
 from ds4cli.session import Session
-from ds4cli.settings import Settings
+from ds4cli.settings import Settings, cache_folder
 from ds4cli.tape import Recorder
 from ds4cli.tape.check import self_check
 from ds4cli.taps import Taps
@@ -151,6 +155,33 @@ class Engine(Vocabulary):
             fingerprint=source.fingerprint(),
             notices=notices + more,
         )
+
+    # -- what calls cost --------------------------------------------------------------------------
+
+    @cached_property
+    def prices(self) -> PriceList:
+        """What calls cost on this machine; the first session that it matters to measures it."""
+        if not self.fingerprint:
+            return PriceList()
+        return PriceList.kept(cache_folder() / "call-costs", self._price_key())
+
+    def _price_key(self) -> dict[str, str]:
+        """All that the cost of a call depends on, but for the load of the machine."""
+        settings, threads = self.settings, ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+        return {
+            "model": self.fingerprint,
+            "weights": f"{settings.dtype} float32={loading.is_float32(self.model)}",
+            "kv": f"{settings.kv_bits} {settings.kv_group_size}",
+            "taps": "none" if self._head is None else str(self._head.taps),
+            "machine": f"{platform.node()} {platform.machine()} {os.cpu_count()}",
+            "device": f"{mx.default_device()} {blas.name()}",
+            "threads": " ".join(os.environ.get(name, "") for name in threads),
+            "versions": f"ds4cli {__version__} mlx {version('mlx')} mlx-lm {version('mlx-lm')}",
+        }
+
+    def scratch_timeline(self) -> Timeline:
+        """An empty timeline of the model, to try things on."""
+        return self._timeline(self.model)
 
     # -- sessions ---------------------------------------------------------------------------------
 

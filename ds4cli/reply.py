@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from ds4cli.tools import Guard, GuardStep, ParsedCall
 
 
+FENCE = "```"
+LINE_CHARS = 32
+
+
 @dataclass(frozen=True)
 class Taken:
     """What newly committed tokens did.
@@ -32,11 +36,49 @@ class Taken:
     step: GuardStep | None = None
 
 
+class Regions:
+    """What kind of text comes next: "think" inside a reasoning section, "code" inside a fenced
+    block, else "prose". Text drafts alike within a kind.
+
+    think: the markers, and whether the reply begins inside them; None for a model without any.
+    """
+
+    def __init__(self, think: tuple[str, str, bool] | None = None):
+        self._start, self._end, self._thinks = think or ("", "", False)
+        self._keep = max(len(self._start), len(self._end)) - 1
+        self._tail = ""  # may be the beginning of a marker
+        self._line = ""  # the beginning of the current line
+        self._fenced = False
+
+    @property
+    def current(self) -> str:
+        return "think" if self._thinks else "code" if self._fenced else "prose"
+
+    def push(self, text: str) -> None:
+        """The reply goes on with `text`."""
+        if self._start:
+            self._follow_markers(text)
+        *ended, rest = text.split("\n")
+        for part in ended:
+            if (self._line + part).lstrip().startswith(FENCE):
+                self._fenced = not self._fenced
+            self._line = ""
+        if len(self._line) < LINE_CHARS:  # a fence stands at its beginning
+            self._line += rest
+
+    def _follow_markers(self, text: str) -> None:
+        window = self._tail + text
+        at_start, at_end = window.rfind(self._start), window.rfind(self._end)
+        if at_start != at_end:
+            self._thinks = at_start > at_end
+        self._tail = window[len(window) - self._keep :] if self._keep else ""
+
+
 class Reply:
     """One reply that begins at position `start`.
 
     decode: token ids -> text. before: tokens of the same text that were shown already.
-    calls: the tool calls that closed so far.
+    calls: the tool calls that closed so far. think: the markers of reasoning, see `Regions`.
     """
 
     def __init__(
@@ -46,6 +88,7 @@ class Reply:
         before: Sequence[int] = (),
         stops: Sequence[str] = (),
         guard: Guard | None = None,
+        think: tuple[str, str, bool] | None = None,
     ):
         self.start = start
         self.guard = guard
@@ -55,6 +98,8 @@ class Reply:
         self._before = list(before)
         self._stops = stops
         self._detokenizer = Detokenizer(decode, before)
+        self._think = think
+        self._regions = self._read_regions()
         self._scanner = StopScanner(stops)
         self._closed_at: int | None = None  # where the last call ended, while nothing followed it
         self._after_call = ""  # white space after it, not shown
@@ -67,8 +112,15 @@ class Reply:
 
     @property
     def region(self) -> str:
-        """What kind of text comes next: "tool" inside a call."""
-        return "tool" if self.guard is not None and self.guard.is_open else "prose"
+        """What kind of text comes next: "tool" inside a call, else as `Regions` says."""
+        if self.guard is not None and self.guard.is_open:
+            return "tool"
+        return self._regions.current
+
+    def _read_regions(self) -> Regions:
+        regions = Regions(self._think)
+        regions.push(self._decode([*self._before, *self.tokens]))
+        return regions
 
     def take(self, tokens: Sequence[int]) -> Taken:
         """Take committed tokens in order, up to the first one after which the loop has to act."""
@@ -84,6 +136,7 @@ class Reply:
         pos = self.pos
         self.tokens.append(token)
         text, step = self._detokenizer.push(token), None
+        self._regions.push(text)
         if self.guard is not None:
             step = self.guard.feed(pos, token, text)
             text = step.emit
@@ -127,6 +180,7 @@ class Reply:
         """Forget the tokens from `pos` on."""
         del self.tokens[pos - self.start :]
         self._detokenizer = Detokenizer(self._decode, [*self._before, *self.tokens])
+        self._regions = self._read_regions()
         self._scanner.forget(len(self.tokens))
         if self.guard is not None:
             self.guard.rewind(pos)
@@ -139,7 +193,7 @@ class Reply:
             )
         is_inside = self.start <= pos <= self.pos
         before = [*self._before, *self.tokens[: pos - self.start]] if is_inside else []
-        return Reply(self._decode, pos, before, self._stops)
+        return Reply(self._decode, pos, before, self._stops, think=self._think)
 
     def report(self) -> list[int]:
         """The tokens that nothing can take back any more and that no event had yet."""

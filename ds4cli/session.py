@@ -63,7 +63,11 @@ class Step:
 
 @dataclass
 class Stats:
-    """What a session did so far. Times in seconds; accept_counts[k] = blocks that kept k drafts."""
+    """What a session did so far. Times in seconds.
+
+    accept_counts[k]: blocks that kept k drafts. parked: blocks where there were guesses and none
+    was worth its time. by_drafter: proposed and accepted, by the name of who guessed.
+    """
 
     drafter: str = "none"
     prompt_tokens: int = 0
@@ -74,20 +78,26 @@ class Stats:
     blocks: int = 0
     proposed: int = 0
     accepted: int = 0
+    parked: int = 0
     accept_counts: list[int] = field(default_factory=list)
+    by_drafter: dict[str, list[int]] = field(default_factory=dict)
     rewinds: int = 0
     discarded_tokens: int = 0
     replayed_tokens: int = 0
     forwards: int = 0
     repairs: list[Repair] = field(default_factory=list)
 
-    def count_block(self, drafted: int, accepted: int) -> None:
+    def count_block(self, drafted: int, accepted: int, source: str = "") -> None:
         self.blocks += 1
         self.proposed += drafted
         self.accepted += accepted
         missing = accepted + 1 - len(self.accept_counts)
         self.accept_counts.extend([0] * missing)
         self.accept_counts[accepted] += 1
+        if drafted:
+            counts = self.by_drafter.setdefault(source, [0, 0])
+            counts[0] += drafted
+            counts[1] += accepted
 
     def count_move(self, report: RewindReport) -> None:
         self.rewinds += report.discarded > 0
@@ -117,7 +127,9 @@ class Session:
         timeline.observer = drafter.observe if drafter.taps else None
         self._next: tuple[int, int, int] | None = None  # pos, attempt, the token picked for it
         self._moves = 0
+        self._text: list[int] = []  # what the drafter was given last: the tokens, and the next one
         self._reply: Reply | None = None  # the one being streamed
+        self._knows_prices = False
         self._masked_at: int | None = None  # where only what the guard allows may be picked
 
     # -- state ------------------------------------------------------------------------------------
@@ -195,7 +207,7 @@ class Session:
         return report
 
     def _moved(self, report: RewindReport) -> RewindReport:
-        self._next = None
+        self._next, self._text = None, []
         self._moves += 1
         self.drafter.rewind(self.pos)
         self.stats.count_move(report)
@@ -209,7 +221,7 @@ class Session:
         """Sample as `settings` say from here on: temperature, filters, penalties, bias, seed."""
         sampler = Sampler(settings, token_limit=self.engine.token_limit)
         sampler.attempt = self.attempt
-        self.sampler, self._next = sampler, None
+        self.sampler, self._next, self._knows_prices = sampler, None, False
         self.drafter.use(sampler)
 
     def fork(self) -> Session:
@@ -235,7 +247,8 @@ class Session:
             return Step([], "stop")
         if drafts is None:
             drafts = self._propose(first, max_tokens)
-        return Step(self._verify([first, *drafts]))
+            return Step(self._verify([first, *drafts], self.length.source))
+        return Step(self._verify([first, *drafts], "given"))
 
     def next_token(self) -> int:
         """The token that the next step will feed first."""
@@ -258,25 +271,63 @@ class Session:
         return mx.array(allowed) if allowed.any() else None
 
     def _propose(self, first: int, max_tokens: int | None) -> list[int]:
+        """Guesses for what follows `first`, the token that is fed next."""
+        self._look_up_prices()
+        drafts = self._ask(self.length.draft, first, self._room(max_tokens))
+        if self._region != "tool" or not drafts:
+            return drafts
+        return drafts[: max(0, self._reply.guard.filter([first, *drafts]) - 1)]
+
+    def _ask(self, question: Callable[..., Any], last: int, room: int) -> Any:
+        """Ask the controller about the text that ends with `last`."""
+        before = self.length.parked
+        answer = question(self.drafter, self._text_to(last), room, self._region)
+        self.stats.parked += self.length.parked - before
+        return answer
+
+    def _text_to(self, last: int) -> list[int]:
+        """The tokens and `last`, in one list that grows: no copy of the context per token."""
+        text = self._text
+        del text[-1:]
+        text += self._timeline.tokens[len(text) :]
+        text.append(last)
+        return text
+
+    @property
+    def _region(self) -> str:
+        return "prose" if self._reply is None else self._reply.region
+
+    def _room(self, max_tokens: int | None) -> int:
+        """How many guesses may be fed after the next token."""
         room = self.engine.max_draft_tokens
         if max_tokens is not None:
             room = min(room, max_tokens - 1)
         if self.engine.context_tokens is not None:
             room = min(room, self.engine.context_tokens - self.pos - 1)
-        region = "prose" if self._reply is None else self._reply.region
-        drafts = self.length.draft(self.drafter, [*self._timeline.tokens, first], room, region)
-        if region != "tool" or not drafts:
-            return drafts
-        return drafts[: max(0, self._reply.guard.filter([first, *drafts]) - 1)]
+        return room
 
-    def _verify(self, feed: list[int]) -> list[int]:
+    def _look_up_prices(self) -> None:
+        """Tell the controller what calls cost here; measured when it first matters, then kept."""
+        if self._knows_prices or not self.length.chooses or self.drafter.name == "none":
+            return
+        prices = self.engine.prices
+        if not prices.seconds and self.length.wants_prices:
+            self._timeline.abort()  # what a suspended stream runs ahead
+            prices.measure(self.engine.scratch_timeline(), self.sampler, self._timeline.tokens)
+            self.engine.notices.append(prices.notice)
+        if prices.seconds:
+            self._knows_prices = True
+            self.length.costs.use(prices.seconds, runs_ahead=not self.sampler.needs_history)
+
+    def _verify(self, feed: list[int], source: str) -> list[int]:
         """One model call on the block; commit its first token and the drafts that agree."""
         begin = time.perf_counter()
         timeline, start = self._timeline, self.pos
         timeline.abort()  # what a suspended stream runs ahead
         rows = timeline.feed(feed)
         try:
-            picks = self.sampler.pick(rows, start + 1, [*timeline.tokens, *feed])
+            history = [*timeline.tokens, *feed] if self.sampler.needs_history else ()
+            picks = self.sampler.pick(rows, start + 1, history)
             timeline.evaluate(picks)
             picks = picks.tolist()
             refuse_nan(rows, picks)
@@ -286,8 +337,12 @@ class Session:
         accepted = accepted_drafts(feed[1:], picks, self.engine.stop_ids)
         timeline.commit(1 + accepted)
         self._next = (self.pos, self.attempt, picks[accepted])
-        self.length.observe(len(feed), 1 + accepted, time.perf_counter() - begin)
-        self.stats.count_block(len(feed) - 1, accepted)
+        took = time.perf_counter() - begin
+        if len(feed) > 1:
+            self.length.observe(len(feed), 1 + accepted, took)
+        else:
+            self.length.observe_plain(took, first=self._runs_ahead)
+        self.stats.count_block(len(feed) - 1, accepted, source)
         self.stats.generated_tokens += 1 + accepted
         self.stats.forwards += 1
         return feed[: 1 + accepted]
@@ -315,12 +370,27 @@ class Session:
             raise UsageError(f"max_tokens is `{limit}`", "give -1 for no limit, or 0 and more")
         stop = settings.stop if stop is None else [stop] if isinstance(stop, str) else stop
         before = self.tokens[since:] if since is not None else []
-        reply = Reply(self.engine.decode, self.pos, before, stop, guard)
+        reply = Reply(
+            self.engine.decode, self.pos, before, stop, guard, self._think_markers(len(before))
+        )
         attempt, self._reply = self.attempt, reply
         try:
             yield from self._blocks(reply, None if limit < 0 else self.pos + limit, cancel)
         finally:
             self.attempt, self._reply, self._masked_at = attempt, None, None
+
+    def _think_markers(self, said: int) -> tuple[str, str, bool] | None:
+        """What opens and closes reasoning, and whether the prompt, all but the last `said` tokens,
+        opened it."""
+        start = getattr(self.engine.tokenizer, "think_start", None)
+        if start is None:
+            return None
+        tail = self._timeline.tokens[: self.pos - said][-16:]
+        return (
+            start,
+            self.engine.tokenizer.think_end,
+            self.engine.decode(tail).rstrip().endswith(start),
+        )
 
     def _blocks(self, reply: Reply, end: int | None, cancel: Callable[[], bool]) -> Iterator[Event]:
         steps = self._steps(end)
@@ -401,38 +471,60 @@ class Session:
         tokens, rest, reason, note = reply.finish(reason)
         return Event(tokens, text + rest, reason, tuple(reply.calls), note)
 
+    @property
+    def _runs_ahead(self) -> bool:
+        """Whether plain decoding may build a call while the one before runs."""
+        return self.length.runs_ahead and not self.sampler.needs_history
+
     def _steps(self, end: int | None) -> Iterator[Step]:
         """Blocks without end, or up to position `end`; plain decoding runs one call ahead."""
         while True:
-            if self.drafter.name != "none" or self.sampler.needs_history:
-                yield self.step(None if end is None else end - self.pos)
+            first, left = self.next_token(), None if end is None else end - self.pos
+            if first in self.engine.stop_ids:
+                yield Step([], "stop")
+                continue
+            drafts = self._propose(first, left)
+            if drafts or not self._runs_ahead:
+                yield Step(self._verify([first, *drafts], self.length.source))
             else:
-                yield from self._plain_steps(end)
+                yield from self._plain_steps(first, end)
 
-    def _plain_steps(self, end: int | None) -> Iterator[Step]:
+    def _plain_steps(self, token: int, end: int | None) -> Iterator[Step]:
         """One token a step, the next call being built while this one runs. Returns where that
-        cannot be: at a mark, at the end, and when somebody moved the session meanwhile."""
-        token = self.next_token()
-        if token in self.engine.stop_ids:
-            yield Step([], "stop")
-            return
+        cannot be: at a mark, at the end, where guesses shall be fed, and when somebody moved the
+        session meanwhile."""
+        begin, first, wants = time.perf_counter(), True, False
         self._timeline.abort()  # what another, suspended stream runs ahead
         try:
             pick, row = self._run_ahead(mx.array([token], mx.int32))
             while self._timeline.open_blocks:
                 last = end is not None and self.pos + 1 >= end
-                alone = last or self._timeline.leaves_mark(1)
+                alone = wants or last or self._timeline.leaves_mark(1)
                 following = (None, None) if alone else self._run_ahead(pick)
                 value = pick.item()
                 refuse_nan(row, [value])
                 self._timeline.commit(1)
-                self._count_plain(value)
+                self._count_plain(value, time.perf_counter() - begin, first)
                 yield Step([token])
                 if value in self.engine.stop_ids:
                     return
+                begin, first = time.perf_counter(), False
                 token, (pick, row) = value, following
+                if self._timeline.open_blocks:
+                    wants = self._wants(token, end)
         finally:
             self._timeline.abort()
+
+    def _wants(self, token: int, end: int | None) -> bool:
+        """Whether to feed guesses once the call on `token`, which runs, is done."""
+        if self.drafter.name == "none":
+            return False
+        left = None if end is None else end - self.pos
+        return self._ask(self.length.wants, token, self._room(left)) or self._is_to_measure
+
+    @property
+    def _is_to_measure(self) -> bool:
+        return self.length.wants_prices and not self._knows_prices
 
     def _run_ahead(self, token: mx.array) -> tuple[mx.array, mx.array]:
         """Open a block on a token (1,) that may not be known yet; the next pick (1,) and the row
@@ -444,8 +536,9 @@ class Session:
         self._timeline.evaluate(pick, wait=False)
         return pick, row
 
-    def _count_plain(self, following: int) -> None:
+    def _count_plain(self, following: int, seconds: float, first: bool) -> None:
         self._next = (self.pos, self.attempt, following)
+        self.length.observe_plain(seconds, first=first)
         self.stats.count_block(0, 0)
         self.stats.generated_tokens += 1
 

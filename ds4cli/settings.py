@@ -338,6 +338,12 @@ def state_folder(environ: Mapping[str, str] | None = None) -> Path:
     return Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "ds4cli"
 
 
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
+    """What can be made again: `$XDG_CACHE_HOME/ds4cli` (`~/.cache` on macOS too)."""
+    environ = os.environ if environ is None else environ
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds4cli"
+
+
 def read_config(path: Path) -> ConfigFile:
     """Read and check a TOML file. Raises `UsageError` for anything wrong in it."""
     table = _read_toml(path)

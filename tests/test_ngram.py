@@ -153,8 +153,8 @@ def test_no_mlx():
 
 def test_make_follows_the_settings():
     """A flag that is parsed and not passed on gives the same speed for every choice."""
-    assert make(Settings(), None, None).name == "ngram"
-    assert make(Settings(drafter="ngram"), None, None).name == "ngram"
+    assert make(Settings(), None).name == "ngram"
+    assert make(Settings(drafter="ngram"), None).name == "ngram"
     for off in (Settings(drafter="none"), Settings(speculate="never")):
-        assert make(off, None, None).name == "none"
+        assert make(off, None).name == "none"
     assert Drafter().propose([1, 1, 1], 4) == []

@@ -1,28 +1,30 @@
-"""How many guesses to feed: as many as pay, here and now.
+"""Whose guesses to feed, and how many: as many as pay, here and now.
 
-A guess pays when the chance that it is kept is worth more tokens than its row costs in time at the
-rate the session runs at anyway (the rule that maximises tokens per second in the long run). Chances
-are learnt by comparing every proposal with the text that followed, whether it was fed or not; costs
-by timing the blocks. Output never depends on any of it. No mlx, no clock: only numbers come in.
+A guess pays when the chance that it is kept is worth more tokens than its row (and its drafting)
+costs in time at the rate the session runs at anyway: the rule that maximises tokens per second in
+the long run. Chances are learnt by comparing every proposal with the text that followed, whether it
+was fed or not, for each drafter, kind of text and confidence; costs by timing what runs. Output
+never depends on any of it. No mlx.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ds4cli.drafters import Drafter
-from ds4cli.rewind import common_prefix
+from ds4cli.drafters.costs import CallCosts, DraftTimes
 from ds4cli.settings import Settings
 
-# Assumed cost of one more row, as a share of a one-row call, until it is measured. Low: a guessed
-# price must not keep the true one from being found out.
-ASSUMED_SLOPE = 0.05
-# How much a measurement still counts after one more block.
-COST_DECAY = 0.99
 CHANCE_DECAY = 0.97
-# Blocks until a costly drafter that did not pay is tried again; doubled while it does not.
-FIRST_PATIENCE, LAST_PATIENCE = 32, 512
+# Share of the time spent on trying a costly drafter that does not pay: less after each try in vain.
+MOST_PROBING, LEAST_PROBING, LESS_PROBING = 0.02, 0.002, 0.8
+# How much the luck of a guess still counts after the next one, and where cold, warm, hot begin.
+HEAT_DECAY = 0.8
+HEATS = (0.4, 0.75)
+# What trying may cost, in tokens: at first, and at most where guesses were right of late.
+FIRST_CREDIT, MOST_CREDIT = 2.0, 4.0
 # Chance that a first guess is kept, before any was seen, by the bit length of the confidence.
 ASSUMED_CHANCE = (0.6, 0.25, 0.5, 0.6, 0.7, 0.8, 0.9)
 ASSUMED_WEIGHT = 2.0
@@ -32,137 +34,318 @@ WORTHWHILE = 0.02
 FIRST_REACH = 2
 ENOUGH_TRIES = 6
 MAX_OPEN = 8
+# Blocks of a session until it is worth measuring what calls cost.
+MEASURED_AFTER = 48
 
 
 class DraftLength:
-    """Asks a drafter for guesses and decides how many of them to feed.
+    """Asks a drafter's parts for guesses and decides whose to feed, and how many.
 
-    parked: blocks where guesses were to be had and none was worth its row.
+    costs: what calls cost; `costs.use` gives it a measured list. parked: blocks where guesses were
+    to be had and none was worth its row. source: the part whose guesses were last given. clock: to
+    time the drafting by.
     """
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.perf_counter):
+        self.costs = CallCosts()
         self.parked = 0
+        self.source = ""
+        self._clock = clock
         self._mode = settings.speculate
         self._pinned = settings.num_draft_tokens
-        self._costs = CallCosts()
-        self._chances: dict[tuple[str, int], Chances] = {}
+        self._places: dict[tuple[str, str], _Place] = {}
+        self._times: dict[str, DraftTimes] = {}
         self._open: list[_Proposal] = []
         self._next_size = 0
-        self._waited, self._patience = 0, FIRST_PATIENCE
+        self._blocks = 0
+        self._tempted = False  # guesses seemed to pay, by what is known or assumed
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the number of guesses is decided here, by what calls cost."""
+        return self._pinned is None and self._mode != "never"
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether plain tokens may run one call ahead; `always` would miss guesses by that."""
+        return self._mode != "always"
+
+    @property
+    def wants_prices(self) -> bool:
+        """Whether it is worth measuring what calls cost now, if nobody knows it."""
+        return self.chooses and self._tempted and self._blocks >= MEASURED_AFTER
 
     def draft(
         self, drafter: Drafter, tokens: Sequence[int], room: int, region: str = "prose"
     ) -> list[int]:
-        """The guesses to feed after `tokens`, at most `room`. Call it once a block, then `observe`.
+        """The guesses to feed after `tokens`, at most `room`. Call it once a block, then observe.
 
         region: what kind of text this is ("tool" inside a tool call); chances are kept apart.
         """
-        self._compare(tokens)
-        if room <= 0 or self._mode == "never" or (self._mode == "tools" and region != "tool"):
-            return []
-        if self._pinned is not None:
-            return drafter.propose(tokens, min(room, self._pinned))
-        if drafter.is_free:
-            return self._cut(drafter, tokens, room, region)
-        chances = self._chance(region, 0)
-        k = self._length(chances, room) or self._probe(chances, room)
-        return self._propose(drafter, tokens, k, chances) if k else []
+        offer = self._choose(drafter, tokens, room, region)
+        return [] if offer is None else self._give(offer, tokens)
+
+    def wants(
+        self, drafter: Drafter, tokens: Sequence[int], room: int, region: str = "prose"
+    ) -> bool:
+        """Whether to stop running ahead, to feed guesses from the next token on.
+
+        Called in place of `draft` where the last of `tokens` is being read by a call of its own.
+        """
+        # After such a block the run ahead has to be begun anew, which costs a part of a token.
+        restart = self.costs.rate * (self.costs.price(1) - 1)
+        return self._choose(drafter, tokens, room, region, restart) is not None
 
     def observe(self, rows: int, kept: int, seconds: float) -> None:
-        """A block fed `rows` tokens and committed `kept`, in `seconds` with its drafting."""
+        """A block of `rows` tokens took `seconds`, without drafting, and committed `kept`."""
+        self._count(kept)
+        self.costs.observe(rows, kept, seconds)
+
+    def observe_plain(self, seconds: float, *, first: bool = False) -> None:
+        """A block without guesses; first: the one that begins a run ahead."""
+        self._count(1)
+        self.costs.observe_plain(seconds, first=first)
+
+    def _count(self, kept: int) -> None:
         self._next_size += kept
-        self._costs.observe(rows, kept, seconds)
+        self._blocks += 1
 
-    def _cut(self, drafter: Drafter, tokens: Sequence[int], room: int, region: str) -> list[int]:
-        """What pays of a free proposal; the rest is only compared with what follows."""
-        drafts = drafter.propose(tokens, room)
+    # -- deciding ----------------------------------------------------------------------------------
+
+    def _choose(
+        self, drafter: Drafter, tokens: Sequence[int], room: int, region: str, restart: float = 0.0
+    ) -> _Offer | None:
+        """The offer to take, if any. restart: what taking one costs besides, in tokens."""
+        self._compare(tokens)
+        outside = self._mode == "tools" and region != "tool"
+        if room <= 0 or outside or self._mode == "never":
+            return None
+        if self._pinned is not None:
+            room = min(room, self._pinned)
+        offers = [self._offer(part, tokens, room, region) for part in drafter.parts]
+        offers = [offer for offer in offers if offer is not None]
+        if not offers:
+            return None
+        best = max(offers, key=lambda offer: offer.gain)
+        if not self.chooses:
+            return best
+        if best.k and self.costs.known and best.gain > restart:
+            best.place.rest()
+            self._tempted = True
+            return best
+        self._tempted = self._tempted or best.k > 0
+        if self._mode == "always":
+            best.k = max(1, best.k)
+            return best
+        return self._probe(offers, room)
+
+    def _offer(self, part: Drafter, tokens: Sequence[int], room: int, region: str) -> _Offer | None:
+        """What a part has to offer: a free one is asked, of a costly one all is expectation."""
+        place = self._place(part.name, region)
+        if not part.is_free:
+            return self._valued(_Offer(part, place, place.chances, None), room)
+        drafts = part.propose(tokens, room)
         if not drafts:
-            return []
-        chances = self._chance(region, drafter.confidence)
-        self._watch(tokens, drafts, chances)
-        return drafts[: self._length(chances, len(drafts))]
+            return None
+        chances = place.sure(part.confidence)
+        self._watch(tokens, drafts, place, part.confidence)
+        return self._valued(_Offer(part, place, chances, drafts), len(drafts))
 
-    def _propose(
-        self, drafter: Drafter, tokens: Sequence[int], k: int, chances: Chances
-    ) -> list[int]:
-        drafts = drafter.propose(tokens, k)
-        self._watch(tokens, drafts, chances)
+    def _valued(self, offer: _Offer, most: int) -> _Offer:
+        """With the best number of guesses and what they gain; pinned: all, and how many hold."""
+        if self._pinned is None:
+            times = self._time_of(offer.part) if offer.drafts is None else None
+            offer.k, offer.gain = self._best(offer.chances, most, times)
+        else:
+            alive = zip(offer.chances.survival(), range(most), strict=False)
+            offer.k, offer.gain = most, sum(share for share, _ in alive)
+        return offer
+
+    def _best(self, chances: Chances, most: int, times: DraftTimes | None) -> tuple[int, float]:
+        """The number of guesses with the largest expected gain over a plain token, and that gain
+        in tokens. times: what drafting them takes, if that is still to be done."""
+        most = min(most, chances.reach)
+        rate, plain = self.costs.rate, self.costs.plain.value or 1.0
+        best, best_gain, kept = 0, WORTHWHILE, 0.0
+        for k, alive in enumerate(chances.survival(), 1):
+            if k > most:
+                break
+            kept += alive
+            price = self.costs.price(1 + k) - 1
+            if times is not None:
+                price += times.seconds(k) / plain
+            gain = kept - rate * price
+            if gain > best_gain:
+                best, best_gain = k, gain
+            if gain + alive * (most - k) <= best_gain:
+                break  # not even if all the others were kept and free
+        return best, best_gain
+
+    def _probe(self, offers: list[_Offer], room: int) -> _Offer | None:
+        """Now and then a few guesses of a costly part that did not pay, ever more rarely."""
+        for offer in offers if self.costs.known else ():
+            if offer.drafts is None and offer.place.is_probe_due(self._probe_price(offer.part)):
+                offer.k, offer.is_probe = min(FIRST_REACH, room), True
+                return offer
+        self.parked += 1
+        return None
+
+    def _probe_price(self, part: Drafter) -> float:
+        drafting = self._time_of(part).seconds(FIRST_REACH) / self.costs.plain.value
+        return self.costs.rate * (self.costs.price(1 + FIRST_REACH) - 1 + drafting)
+
+    def _give(self, offer: _Offer, tokens: Sequence[int]) -> list[int]:
+        """The guesses to feed. A costly part is asked now, and how sure it is counts as well."""
+        part, drafts, k = offer.part, offer.drafts, offer.k
+        if offer.is_probe:
+            offer.place.begin_probe()
+        if drafts is None:
+            drafts = self._ask(part, tokens, k)
+            chances = offer.place.sure(part.confidence)
+            self._watch(tokens, drafts, offer.place, part.confidence)
+            if chances.is_known and self._mode != "always" and self.chooses and not offer.is_probe:
+                k = self._best(chances, len(drafts), None)[0]
+        self.source = part.name
+        return drafts[:k]
+
+    def _ask(self, part: Drafter, tokens: Sequence[int], n: int) -> list[int]:
+        begin = self._clock()
+        drafts = part.propose(tokens, n)
+        took = self._clock() - begin
+        self._time_of(part).observe(n, took)
+        self.costs.spend(took)
         return drafts
 
-    def _probe(self, chances: Chances, room: int) -> int:
-        """Now and then two guesses from a costly drafter that did not pay, ever more rarely.
+    def _time_of(self, part: Drafter) -> DraftTimes:
+        return self._times.setdefault(part.name, DraftTimes())
 
-        While they turn out right more follow at once, until their chances are known anew.
-        """
-        self._waited += 1
-        if not self._costs.known:
-            return 0
-        if not chances.is_promising:
-            if self._waited < self._patience:
-                return 0
-            self._waited, self._patience = 0, min(2 * self._patience, LAST_PATIENCE)
-            chances.fade()
-        return min(FIRST_REACH, room)
-
-    def _length(self, chances: Chances, most: int) -> int:
-        """How many of `most` guesses pay."""
-        if self._mode == "always":
-            return max(1, self._best(chances, most))
-        best = self._best(chances, most) if self._costs.known else 0
-        self.parked += best == 0
-        if best:
-            self._waited, self._patience = 0, FIRST_PATIENCE
-        return best
-
-    def _best(self, chances: Chances, most: int) -> int:
-        """The number of guesses with the largest expected gain, in tokens, over a one-row call."""
-        most = min(most, chances.reach)
-        best, best_gain, kept = 0, WORTHWHILE, 0.0
-        steps = zip(chances.survival(), self._costs.extra_tokens(most), strict=False)
-        for k, (alive, price) in enumerate(steps, 1):
-            kept += alive
-            if kept - price > best_gain:
-                best, best_gain = k, kept - price
-            if kept - price + alive * (most - k) <= best_gain:
-                break  # not even if all the others were kept and free
-        return best
-
-    def _chance(self, region: str, confidence: int) -> Chances:
-        bucket = min(confidence.bit_length(), len(ASSUMED_CHANCE) - 1)
-        if (region, bucket) not in self._chances:
-            self._chances[region, bucket] = Chances(ASSUMED_CHANCE[bucket])
-        return self._chances[region, bucket]
+    def _place(self, name: str, region: str) -> _Place:
+        if (name, region) not in self._places:
+            self._places[name, region] = _Place()
+        return self._places[name, region]
 
     # -- learning from what followed ---------------------------------------------------------------
 
-    def _watch(self, tokens: Sequence[int], drafts: list[int], chances: Chances) -> None:
+    def _watch(
+        self, tokens: Sequence[int], drafts: list[int], place: _Place, confidence: int
+    ) -> None:
         if drafts and len(self._open) < MAX_OPEN:
-            self._open.append(_Proposal(len(tokens), drafts, chances))
+            self._open.append(_Proposal(len(tokens), drafts, place, place.about(confidence)))
 
     def _compare(self, tokens: Sequence[int]) -> None:
         """Learn from the proposals whose outcome `tokens` shows."""
         if len(tokens) != self._next_size:
             self._open = []  # the session went elsewhere: what follows here is not their outcome
+            for place in self._places.values():
+                place.move()
         self._next_size = len(tokens)
         self._open = [proposal for proposal in self._open if not proposal.settle(tokens)]
 
 
-@dataclass(frozen=True)
+class _Place:
+    """What is known of one drafter in one kind of text, and when it is to be tried again.
+
+    Text comes in stretches that can be guessed and others that cannot. A drafter that says how sure
+    it is sees them itself; for others `heat` does, the share of the last few guesses that were
+    right. So chances are kept by either.
+    """
+
+    def __init__(self):
+        self._any = Chances(ASSUMED_CHANCE[0])
+        self._buckets: dict[tuple[str, int], Chances] = {}
+        self._heat, self._heat_pos = ASSUMED_CHANCE[0], 0
+        self._credit, self._share = FIRST_CREDIT, MOST_PROBING
+
+    @property
+    def chances(self) -> Chances:
+        """Of a proposal whose confidence is not known."""
+        felt = self._felt
+        return felt if felt.is_known else self._any
+
+    @property
+    def _felt(self) -> Chances:
+        level = sum(self._heat >= h for h in HEATS)
+        return self._bucket("heat", level, ASSUMED_CHANCE[0])
+
+    def sure(self, confidence: int) -> Chances:
+        """Of proposals that are about as sure as this."""
+        if not confidence:
+            return self.chances
+        size = min(confidence.bit_length(), len(ASSUMED_CHANCE) - 1)
+        return self._bucket("sure", size, ASSUMED_CHANCE[size])
+
+    def about(self, confidence: int) -> set[Chances]:
+        """All that the outcome of such a proposal tells about."""
+        return {self._any, self._felt, self.sure(confidence)}
+
+    def _bucket(self, kind: str, size: int, assumed: float) -> Chances:
+        if (kind, size) not in self._buckets:
+            self._buckets[kind, size] = Chances(assumed)
+        return self._buckets[kind, size]
+
+    def feel(self, pos: int, right: bool) -> None:
+        """A guess for `pos` was right or wrong; only the first verdict on a position counts."""
+        if pos > self._heat_pos:
+            self._heat_pos = pos
+            self._heat = HEAT_DECAY * self._heat + (1 - HEAT_DECAY) * right
+            self._credit = min(self._credit + right, MOST_CREDIT)
+
+    def move(self) -> None:
+        """The session went elsewhere."""
+        self._heat_pos = 0
+
+    def rest(self) -> None:
+        """It pays: there is nothing to find out."""
+        self._share = MOST_PROBING
+
+    def is_probe_due(self, price: float) -> bool:
+        """Asked once a block. price: what a probe costs, in tokens."""
+        self._credit += self._share
+        return self._credit >= price
+
+    def begin_probe(self) -> None:
+        self._credit, self._share = 0.0, max(LEAST_PROBING, LESS_PROBING * self._share)
+        self.chances.fade()
+
+
+@dataclass
+class _Offer:
+    """A part of the drafter, its guesses (None: not asked yet), how many to feed, and what they
+    would gain, in tokens."""
+
+    part: Drafter
+    place: _Place
+    chances: Chances
+    drafts: list[int] | None
+    k: int = 0
+    gain: float = 0.0
+    is_probe: bool = False
+
+
 class _Proposal:
     """Guesses for position `pos` on, and the chances that their outcome will tell about."""
 
-    pos: int
-    drafts: list[int]
-    chances: Chances
+    def __init__(self, pos: int, drafts: list[int], place: _Place, chances: set[Chances]):
+        self._pos, self._drafts, self._place, self._chances = pos, drafts, place, chances
+        self._right = 0
 
     def settle(self, tokens: Sequence[int]) -> bool:
         """Learn the outcome; False while `tokens` do not show it."""
-        followed = list(tokens[self.pos : self.pos + len(self.drafts)])
-        right = common_prefix(self.drafts, followed)
-        if right == len(followed) < len(self.drafts):
-            self.chances.extend(right)
-            return False
-        self.chances.learn(len(self.drafts), right)
+        drafts, right, size = self._drafts, self._right, len(tokens) - self._pos
+        while right < len(drafts):
+            if right >= size:
+                self._right = right
+                for chances in self._chances:
+                    chances.extend(right)
+                return False
+            pos = self._pos + right
+            is_right = tokens[pos] == drafts[right]
+            self._place.feel(pos, is_right)
+            if not is_right:
+                break
+            right += 1
+        for chances in self._chances:
+            chances.learn(len(drafts), right)
         return True
 
 
@@ -177,13 +360,12 @@ class Chances:
         self._assumed = assumed
         self._right: list[float] = []
         self._tried: list[float] = []
-        self._last_right = 0
         self.reach = FIRST_REACH
 
     @property
-    def is_promising(self) -> bool:
-        """Whether the last outcome was good and there were few others of late."""
-        return self._last_right > 0 and self._tried[0] < ENOUGH_TRIES
+    def is_known(self) -> bool:
+        """Whether enough was seen to go by."""
+        return bool(self._tried) and self._tried[0] >= ENOUGH_TRIES
 
     def learn(self, proposed: int, right: int) -> None:
         """Of `proposed` guesses the first `right` were right."""
@@ -195,7 +377,6 @@ class Chances:
         for i in range(tried):
             self._tried[i] = self._tried[i] * CHANCE_DECAY + 1
             self._right[i] = self._right[i] * CHANCE_DECAY + (i < right)
-        self._last_right = right
         self.extend(right)
 
     def extend(self, right: int) -> None:
@@ -203,12 +384,10 @@ class Chances:
         self.reach = max(self.reach, FIRST_REACH + 2 * right)
 
     def fade(self) -> None:
-        """Keep the estimates and let the next outcomes count for much: what is known is old."""
-        self._assumed = next(self.survival())
-        share = 1 / max([1.0, *self._tried[:1]])
+        """What is known is old: let the next outcomes count for more."""
+        share = min(1.0, ENOUGH_TRIES / max([1.0, *self._tried[:1]]))
         self._tried = [tried * share for tried in self._tried]
         self._right = [right * share for right in self._right]
-        self.reach = FIRST_REACH
 
     def survival(self) -> Iterator[float]:
         """Chance that guess 1 is kept, guesses 1 and 2, ...; without end.
@@ -229,89 +408,3 @@ class Chances:
         while True:
             alive *= chance
             yield alive
-
-
-class CallCosts:
-    """Seconds per block by its rows, and the rate at which the session runs.
-
-    Each row count has its moving average; counts seen rarely or long ago lean on a straight line
-    through all of them, and that line leans on `ASSUMED_SLOPE`.
-    """
-
-    def __init__(self):
-        self._seen: dict[int, _Mean] = {}
-        self._blocks = 0
-        self._tokens = self._seconds = 0.0
-
-    @property
-    def known(self) -> bool:
-        """Whether plain decoding was timed: nothing can be said to pay before."""
-        return 1 in self._seen and self._seen[1].weight > 0
-
-    def observe(self, rows: int, kept: int, seconds: float) -> None:
-        """A block of `rows` rows took `seconds` and committed `kept` tokens."""
-        self._blocks += 1
-        if rows not in self._seen:
-            self._seen[rows] = _Mean()  # the first call of a shape pays for compiling it
-            return
-        seconds = self._seen[rows].add(seconds, self._blocks)
-        self._tokens = self._tokens * COST_DECAY + kept
-        self._seconds = self._seconds * COST_DECAY + seconds
-
-    def extra_tokens(self, most: int) -> Iterator[float]:
-        """For 1, 2, ..., `most` further rows: their time over a one-row call, in tokens.
-
-        Time is worth the rate of late, and never less than plain decoding. Nothing is known before
-        the first measurement: then rows cost nothing.
-        """
-        if not self._seconds:
-            yield from [0.0] * most
-            return
-        line = self._line()
-        one = self._cost(1, line)
-        rate = max(self._tokens / self._seconds, 1 / one)
-        highest = one
-        for rows in range(2, most + 2):
-            highest = max(highest, self._cost(rows, line))
-            yield rate * (highest - one)
-
-    def _cost(self, rows: int, line: tuple[float, float]) -> float:
-        start, slope = line
-        assumed = start + slope * rows
-        if rows not in self._seen:
-            return assumed
-        mean = self._seen[rows]
-        weight = mean.weight_at(self._blocks)
-        return (weight * mean.value + assumed) / (weight + 1)
-
-    def _line(self) -> tuple[float, float]:
-        """Start and slope of the line through what was seen, by weighted least squares."""
-        points = [(r, m.value, m.weight_at(self._blocks)) for r, m in self._seen.items()]
-        total = sum(w for _, _, w in points)
-        x = sum(w * r for r, _, w in points) / total
-        y = sum(w * v for _, v, w in points) / total
-        assumed = ASSUMED_SLOPE * y / (1 + ASSUMED_SLOPE * (x - 1))
-        covariance = sum(w * (r - x) * (v - y) for r, v, w in points) + assumed
-        variance = sum(w * (r - x) ** 2 for r, _, w in points) + 1
-        slope = max(0.0, covariance / variance)
-        return y - slope * x, slope
-
-
-class _Mean:
-    """A moving average whose weight fades while it is not fed."""
-
-    def __init__(self):
-        self.value = self.weight = 0.0
-        self._at = 0
-
-    def weight_at(self, block: int) -> float:
-        return self.weight * COST_DECAY ** (block - self._at)
-
-    def add(self, value: float, block: int) -> float:
-        """Take in `value`, cut where it is far out; returns what was taken."""
-        self.weight = self.weight_at(block) + 1
-        self._at = block
-        if self.weight > 3:
-            value = min(value, 2 * self.value)
-        self.value += (value - self.value) / self.weight
-        return value

@@ -1,0 +1,320 @@
+"""What a model call costs by its rows, and a draft by its length, on this machine.
+
+Prices are in plain tokens: the time that plain decoding takes for one token as it runs here, with
+its calls built ahead. A table of them is measured once per model and machine and kept in a file;
+every block that runs corrects it. No mlx: a timeline and a sampler are driven from outside.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Rows that are measured, the most telling first: a slow model is given fewer of them.
+SIZES = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)
+REPEATS = 3
+PLAIN_TOKENS = 8
+BUDGET_S = 2.0
+CONTEXT_TOKENS = 64
+# Assumed price of one more row, until it is measured. Low: a guessed price must not keep the true
+# one from being found out.
+ASSUMED_SLOPE = 0.05
+ASSUMED_WEIGHT, MEASURED_WEIGHT = 0.5, 2.0
+# How much a measurement still counts after one more of its kind, or one more block.
+PLAIN_DECAY, COST_DECAY = 0.95, 0.99
+ORIGIN_WEIGHT = 0.25
+MOST_ROWS = 33
+
+
+# -- measured once ---------------------------------------------------------------------------------
+
+
+@dataclass
+class PriceList:
+    """Seconds of a call by its rows; at 0 those of a plain token, one call ahead.
+
+    Empty until it is measured. path: where it is kept; None keeps it in memory only.
+    """
+
+    path: Path | None = None
+    seconds: dict[int, float] = field(default_factory=dict)
+    took_s: float = 0.0
+
+    @classmethod
+    def kept(cls, folder: Path, key: Mapping[str, str]) -> PriceList:
+        """The list that `folder` holds for `key`, or an empty one that will be kept there."""
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+        path = folder / f"{digest[:32]}.json"
+        return cls(path, _read(path))
+
+    def measure(self, timeline: Any, sampler: Any, tokens: Sequence[int]) -> None:
+        """Time calls on an empty timeline of the model, after a few of `tokens`, and keep that."""
+        begin = time.perf_counter()
+        self.seconds = measure(timeline, sampler, tokens)
+        self.took_s = time.perf_counter() - begin
+        if self.path is not None:
+            _write(self.path, self.seconds)
+
+    @property
+    def notice(self) -> str:
+        """What to say of a list that was just measured."""
+        sizes = f"{len(self.seconds) - 1} sizes"
+        return f"measured what calls of {sizes} cost here, once, in {self.took_s:.1f} s"
+
+
+def _read(path: Path) -> dict[int, float]:
+    """A file that is missing, torn or nonsense counts as none: it is written anew."""
+    try:
+        pairs = json.loads(path.read_text(encoding="utf-8")).items()
+        seconds = {int(rows): float(value) for rows, value in pairs}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+    usable = all(rows >= 0 and 0 < s < math.inf for rows, s in seconds.items())
+    return seconds if usable and {0, 1} <= seconds.keys() else {}
+
+
+def _write(path: Path, seconds: Mapping[int, float]) -> None:
+    """Whole or not at all; where it cannot be written, the next run measures again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(".json", ".ds4cli-", path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(seconds, file)
+        os.replace(name, path)
+    except OSError:
+        return
+
+
+def measure(
+    timeline: Any,
+    sampler: Any,
+    tokens: Sequence[int],
+    budget_s: float = BUDGET_S,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[int, float]:
+    """Seconds by rows, as many sizes as fit the budget; 0 and 1 always."""
+    end = clock() + budget_s
+    tokens = list(tokens[:CONTEXT_TOKENS])
+    timeline.sync(tokens)
+    seconds = {1: _call_seconds(timeline, sampler, tokens[:1], end, clock)}
+    seconds[0] = _plain_seconds(timeline, sampler, tokens[:1], clock)
+    for rows in SIZES[1:]:
+        # A size is tried at least twice, and what it takes is about known.
+        if clock() + 2 * seconds[1] * (1 + ASSUMED_SLOPE * rows) > end:
+            break
+        feed = (tokens * rows)[:rows]
+        seconds[rows] = _call_seconds(timeline, sampler, feed, end, clock)
+    return seconds
+
+
+def _call_seconds(
+    timeline: Any, sampler: Any, feed: list[int], end: float, clock: Callable[[], float]
+) -> float:
+    """A block whose last guess is wrong, as most are: so the way back is in the price."""
+    taken: list[float] = []
+    while len(taken) <= REPEATS and (len(taken) < 2 or clock() < end):
+        begin = clock()
+        rows = timeline.feed(feed)
+        picks = sampler.pick(rows, timeline.pos + 1, [*timeline.tokens, *feed])
+        timeline.evaluate(picks)
+        picks.tolist()
+        timeline.commit(max(1, len(feed) - 1))
+        taken.append(clock() - begin)
+    return statistics.median(taken[1:])  # the first call of a shape pays for compiling it
+
+
+def _plain_seconds(
+    timeline: Any, sampler: Any, token: list[int], clock: Callable[[], float]
+) -> float:
+    """A token of plain decoding, the next call being built while this one runs."""
+    picks = [_open(timeline, sampler, token)]
+    taken, begin = [], clock()
+    for _ in range(PLAIN_TOKENS):
+        picks.append(_open(timeline, sampler, picks[-1]))
+        picks[-2].item()
+        timeline.commit(1)
+        taken.append(clock() - begin)
+        begin = clock()
+    timeline.abort()
+    return statistics.median(taken[1:])
+
+
+def _open(timeline: Any, sampler: Any, token: Any) -> Any:
+    rows = timeline.feed(token)
+    pick = sampler.pick(rows, timeline.pos + timeline.open_blocks, ())
+    timeline.evaluate(pick, wait=False)
+    return pick
+
+
+# -- corrected while running -----------------------------------------------------------------------
+
+
+class CallCosts:
+    """Prices of calls by their rows, in plain tokens, and the rate at which the session runs.
+
+    What is seen of a size is mixed with what the list says of it, times the factor by which the
+    list was off of late. All are relative to plain decoding, which grows with the context as well.
+    """
+
+    def __init__(self):
+        self.plain = Mean(PLAIN_DECAY)  # seconds of a token
+        self._listed: dict[int, float] = _extended({1: 1.0})
+        self._listed_weight = ASSUMED_WEIGHT
+        self._seen: dict[int, Mean] = {}
+        self._off = Mean(COST_DECAY)
+        self._tokens = self._time = 0.0  # both fading; the time in plain tokens
+        self._prices: list[float] = []
+
+    def use(self, seconds: Mapping[int, float], *, runs_ahead: bool = True) -> None:
+        """Go by a measured list from here on. runs_ahead: whether plain decoding does."""
+        plain = seconds[0 if runs_ahead else 1]
+        prices = {rows: max(1.0, s / plain) for rows, s in seconds.items() if rows}
+        self._listed = _extended(prices)
+        self._listed_weight = MEASURED_WEIGHT
+        self._off = Mean(COST_DECAY)
+        self._prices = []
+
+    @property
+    def known(self) -> bool:
+        """Whether plain decoding was timed: nothing can be said to pay before."""
+        return self.plain.weight > 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens that the session makes in the time of a plain one; at least 1."""
+        return max(1.0, self._tokens / self._time) if self._time else 1.0
+
+    def observe_plain(self, seconds: float, *, first: bool = False) -> None:
+        """A token of plain decoding; first: with nothing running ahead of it."""
+        if not first:
+            self.plain.add(seconds)
+        elif not self.known:
+            self.plain.add(seconds / self.price(1))
+            self.plain.weight /= 4
+        else:
+            self._see(1, seconds / self.plain.value)
+        self._run(1, seconds)
+
+    def observe(self, rows: int, kept: int, seconds: float) -> None:
+        """A block of `rows` rows took `seconds` and committed `kept` tokens."""
+        if self.known:
+            self._see(rows, seconds / self.plain.value)
+            self._run(kept, seconds)
+
+    def spend(self, seconds: float) -> None:
+        """Time that went by beside the calls, for drafting."""
+        self._run(0, seconds)
+
+    def _run(self, kept: int, seconds: float) -> None:
+        if self.known:
+            fade = COST_DECAY if kept else 1.0
+            self._tokens = self._tokens * fade + kept
+            self._time = self._time * fade + min(seconds / self.plain.value, 100.0)
+
+    def _see(self, rows: int, price: float) -> None:
+        if rows not in self._seen:
+            self._seen[rows] = Mean(1.0)  # the first call of a shape pays for compiling it
+            return
+        for mean in self._seen.values():
+            mean.weight *= COST_DECAY
+        price = self._seen[rows].add(price)
+        if rows > 1:
+            self._off.add(price / _between(self._listed, rows))
+        self._prices = []
+
+    def price(self, rows: int) -> float:
+        """A call of `rows` rows (1 to 33 and more), in plain tokens; never falls with `rows`."""
+        if not self._prices:
+            self._prices = list(self._curve(MOST_ROWS))
+        return self._prices[min(rows, len(self._prices)) - 1]
+
+    def _curve(self, most: int) -> Iterator[float]:
+        off = self._off
+        factor = (off.weight * off.value + 1) / (off.weight + 1)
+        highest = 0.0
+        for rows in range(1, most + 1):
+            price = _between(self._listed, rows) * (factor if rows > 1 else 1.0)
+            seen = self._seen.get(rows)
+            if seen is not None:
+                weight = self._listed_weight
+                price = (seen.weight * seen.value + weight * price) / (seen.weight + weight)
+            highest = max(highest, price)
+            yield highest
+
+
+def _extended(prices: dict[int, float]) -> dict[int, float]:
+    """With a price for the most rows, if it is but a guess."""
+    last = max(prices)
+    return {MOST_ROWS: prices[last] + (MOST_ROWS - last) * ASSUMED_SLOPE, **prices}
+
+
+def _between(known: Mapping[int, float], rows: int) -> float:
+    """The value at `rows`, on straight lines between the known ones."""
+    sizes = sorted(known)
+    at = min(max(bisect_left(sizes, rows), 1), len(sizes) - 1)
+    low, high = sizes[at - 1], sizes[at]
+    return known[low] + (known[high] - known[low]) * (rows - low) / (high - low)
+
+
+class DraftTimes:
+    """Seconds that a drafter takes by the length of its draft: a line through what was seen.
+
+    While all drafts were of one length the line starts at the origin: a short draft that is thought
+    too cheap is tried, and found out.
+    """
+
+    def __init__(self):
+        self._tries = 0
+        self._n = self._x = self._y = self._xx = self._xy = 0.0  # fading sums
+
+    @property
+    def known(self) -> bool:
+        return self._n > 0
+
+    def observe(self, length: int, seconds: float) -> None:
+        """The first draft is not counted: it reads a prompt, and compiles."""
+        self._tries += 1
+        if self._tries == 1:
+            return
+        if self._tries > 4:
+            seconds = min(seconds, 2 * self.seconds(length))
+        new = (1, length, seconds, length * length, length * seconds)
+        old = (self._n, self._x, self._y, self._xx, self._xy)
+        sums = (COST_DECAY * sum_ + value for sum_, value in zip(old, new, strict=True))
+        self._n, self._x, self._y, self._xx, self._xy = sums
+
+    def seconds(self, length: int) -> float:
+        """Expected for a draft of `length`; 0 before anything is known."""
+        if not self.known:
+            return 0.0
+        n = self._n + ORIGIN_WEIGHT
+        x, y = self._x / n, self._y / n
+        slope = (self._xy - n * x * y) / (self._xx - n * x * x)
+        slope = min(max(slope, 0.0), y / x)
+        return y + slope * (length - x)
+
+
+class Mean:
+    """A moving average: what was added counts `decay` times as much after the next."""
+
+    def __init__(self, decay: float):
+        self.value = self.weight = 0.0
+        self._decay = decay
+
+    def add(self, value: float) -> float:
+        """Take in `value`, cut where it is far out; returns what was taken."""
+        self.weight = self.weight * self._decay + 1
+        if self.weight > 3:
+            value = min(max(value, self.value / 2), 2 * self.value)
+        self.value += (value - self.value) / self.weight
+        return value
