@@ -200,7 +200,7 @@ class MtpDrafter(Drafter):
         return twin
 
     def _cut(self, pos: int) -> None:
-        """Forget the rows made for positions from `pos` on."""
+        """Forget the rows made for positions from `pos` on, and those that a chain added."""
         del self._paired[max(0, pos - self._base) :]
         self._cache.offset = len(self._paired)
 
@@ -211,10 +211,7 @@ class MtpDrafter(Drafter):
         of them is not known."""
         if n < 1 or not self._agree(tokens):
             return []
-        try:
-            return self._chain(self._catch_up(tokens), tokens, n)
-        finally:
-            self._cache.offset = len(self._paired)
+        return self._chain(self._catch_up(tokens), tokens, n)
 
     def _agree(self, tokens: Sequence[int]) -> bool:
         """Cut the rows that were made for other tokens; false if the last row cannot be made.
@@ -226,8 +223,8 @@ class MtpDrafter(Drafter):
         if not self._rows.start <= last < self._rows.end:
             return False
         first = max(self._sure, self._rows.start)
-        made = self._paired[first - self._base : last - self._base]
-        self._cut(first + common_prefix(made, list(tokens[first + 1 : last + 1])))
+        made, text = self._paired[first - self._base :], list(tokens[first + 1 : last + 1])
+        self._cut(first + common_prefix(made, text))
         self._sure = last
         return True
 
