@@ -1,0 +1,185 @@
+"""The text never depends on a drafter, and a drafter's state never on how the session moved.
+
+Every drafter, on every kind of cache, inside real sessions. Heads are random, so their guesses are
+nearly always wrong: some are put right, to have blocks that are kept in part.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from oracle import SCALE, Letters, check, engine, plain, prompt
+from tiny import CFG, V, build
+
+from ds4cli.drafters import Drafter, block_config, dflash, dspark, mtp
+from ds4cli.drafters.checkpoint import Head
+from ds4cli.drafters.target import Target
+from ds4cli.engine import Engine
+from ds4cli.sampling import Sampler
+from ds4cli.settings import Settings
+
+FAMILIES = ("llama", "qwen3_5", "gemma3_text", "lfm2", "nemotron_h")
+HEADS = ("mtp", "dspark", "dflash")
+DRAFTERS = ("none", "ngram", "model", "self", *HEADS)
+PROMPT, LENGTH = 11, 18
+BLOCK = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "vocab_size": V,
+    "block_size": 5,
+}
+DSPARK = {
+    **BLOCK,
+    "architectures": ["Qwen3DSparkModel"],
+    "mask_token_id": 3,
+    "target_layer_ids": [2, 0],
+    "num_target_layers": 4,
+    "markov_rank": 32,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": False,
+}
+DFLASH = {
+    **BLOCK,
+    "architectures": ["DFlashDraftModel"],
+    "dflash_config": {"target_layer_ids": [1, 2], "mask_token_id": 3},
+}
+
+
+@lru_cache
+def model(name, seed=0):
+    return build(name, seed=seed, scale=SCALE)
+
+
+@lru_cache
+def truth(name, temp):
+    """What plain decoding through stock caches gives."""
+    sampler = Sampler(Settings(temp=temp), token_limit=len(Letters()))
+    return tuple(plain(model(name), prompt(PROMPT), LENGTH, sampler))
+
+
+@lru_cache
+def head(kind, name):
+    """A random head of a kind on the model `name`; any decoder layer will do for an MTP head."""
+    target = Target(model(name))
+    target.prove()
+    if kind == "mtp":
+        like = build("qwen3_next", num_hidden_layers=1, full_attention_interval=1)
+        module = mtp.MtpHead(like.layers[0], 64, 1e-5, (target.num_layers - 1,))
+        return Head(randomised(module), target, mtp.MtpDrafter)
+    if kind == "dspark":
+        module = dspark.DSparkHead(block_config.read(DSPARK, "dspark", "x"), target)
+        return Head(randomised(module), target, dspark.DSparkDrafter)
+    module = dflash.DFlashHead(block_config.read(DFLASH, "dflash", "x"), target)
+    return Head(randomised(module), target, dflash.DFlashDrafter)
+
+
+def randomised(module):
+    weights = tree_flatten(module.parameters())
+    keys = mx.random.split(mx.random.key(3), len(weights))
+    for (path, x), key in zip(weights, keys, strict=True):
+        noise = mx.random.normal(x.shape, key=key)
+        value = 1 + 0.2 * noise if x.ndim == 1 else noise * 1.5 / x.shape[-1] ** 0.5
+        module.load_weights([(path, value)], strict=False)
+    return module
+
+
+def make_session(name, kind, temp=0.0, k=4, **settings):
+    """A session on the model `name` whose guesses come from a drafter of this kind."""
+    chosen = dict(temp=temp, num_draft_tokens=k, speculate="always", **settings)
+    if kind in HEADS:
+        settings = Settings(drafter=kind, **chosen)
+        return Engine(model(name), Letters(), settings, head=head(kind, name)).session()
+    if kind in ("model", "self"):
+        draft = model("qwen3_next", seed=3) if kind == "model" else model(name)
+        return engine(name, model=model(name), draft=draft, **chosen).session()
+    return engine(name, model=model(name), drafter=kind, **chosen).session()
+
+
+class Helped(Drafter):
+    """Another drafter's guesses, of which some are put right."""
+
+    is_free = False
+
+    def __init__(self, drafter, text):
+        self.inner, self.text, self.random = drafter, text, random.Random(1)
+        self.name, self.taps = drafter.name, drafter.taps
+
+    def propose(self, tokens, n):
+        guesses = self.inner.propose(tokens, n)
+        right = self.text[len(tokens) : len(tokens) + n]
+        share = self.random.choice((0.0, 0.7, 1.0))
+        pairs = zip(guesses, right, strict=False)
+        return [t if self.random.random() < share else g for g, t in pairs]
+
+    def rewind(self, pos):
+        self.inner.rewind(pos)
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_the_text_is_that_of_plain_decoding(kind, name, temp):
+    """Guards: rows of a rejected guess left in a layer, a token that a drafter decided, a draw of
+    noise that the number of guesses moves; with steps back, between blocks, of any length."""
+    session = make_session(name, kind, temp)
+    whole = [*prompt(PROMPT), *truth(name, temp)]
+    if kind in HEADS:
+        session.drafter = Helped(session.drafter, whole)
+    session.sync(prompt(PROMPT))
+    moves, back = random.Random(len(name)), 4
+    while session.pos < len(whole):
+        session.step(max_tokens=len(whole) - session.pos)
+        assert session.tokens == whole[: session.pos]
+        if back and moves.random() < 0.4:
+            back -= 1
+            session.rewind(moves.randint(3, session.pos))
+            check(model(name), session)
+            session.sync(whole[: max(PROMPT, session.pos)])
+    check(model(name), session)
+    if kind == "self":
+        assert session.stats.accepted == session.stats.proposed > 0
+    if kind in HEADS:
+        assert 0 < session.stats.accepted < session.stats.proposed
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_moved_head_guesses_like_a_fresh_one(kind, name):
+    """Guards: context rows that are missing, doubled or of a text that was taken back: the output
+    stays right, and every guess is wrong."""
+    session = make_session(name, kind, prefill_step_size=8)
+    text, moves = prompt(80, seed=2), random.Random(3)
+    session.sync(text[:20])
+    for _ in range(8):
+        move = moves.choice(("step", "back", "edit", "fork"))
+        if move == "step":
+            session.step()
+        elif move == "back":
+            session.rewind(moves.randint(2, session.pos))
+        elif move == "edit":
+            kept = session.tokens[: moves.randint(1, session.pos)]
+            session.sync([*kept, moves.randrange(V), *text[: moves.randint(0, 12)]])
+        else:
+            session = session.fork()
+        anchored = [*session.tokens, moves.randrange(V)]
+        fresh = make_session(name, kind, prefill_step_size=8)
+        fresh.sync(session.tokens)
+        expected = fresh.drafter.propose(anchored, 4)
+        assert len(expected) > 0
+        assert session.drafter.propose(anchored, 4) == expected, move
+
+
+def test_the_heads_are_of_one_width():
+    """Guards: a tiny model that changes its size, and heads that are no longer tried on it."""
+    assert all(CFG[name].get("hidden_size", 64) == 64 for name in FAMILIES)
