@@ -73,16 +73,19 @@ def losses_of(heads: Heads, chains: Chains, weight: Tensor, runs: int) -> tuple[
 
 
 @torch.no_grad()
-def accepted(heads: Heads, chains: Chains, valid: Tensor, runs: int) -> tuple[Tensor, Tensor]:
-    """Share of chains whose first 1, 2, ... drafts are all the text's own; one row a head."""
+def accepted(heads: Heads, chains: Chains, valid: Tensor, runs: int) -> list[tuple[Tensor, Tensor]]:
+    """For each head: the share of chains whose first 1, 2, ... drafts are all the text's own, and
+    the share that has that many left to guess before the reply ends."""
     block = valid.shape[-1]
     text = chains.token(torch.arange(1, block + 1, device=valid.device))
+    some = valid[..., 0] > 0
     result = []
     for logits in (heads.dspark(chains)[0], heads.mtp(chains, runs)):
         n = logits.shape[2]
-        right = (logits.argmax(-1) == text[..., :n]) & (valid[..., :n] > 0)
-        result.append(right.cumprod(-1)[valid[..., 0] > 0].float().mean(0))
-    return result[0], result[1]
+        inside = valid[..., :n] > 0
+        right = (logits.argmax(-1) == text[..., :n]) & inside
+        result.append((right.cumprod(-1)[some].float().mean(0), inside[some].float().mean(0)))
+    return result
 
 
 # -- the run ------------------------------------------------------------------------------------
@@ -206,7 +209,8 @@ class Run:
             with torch.autocast(self.device, torch.bfloat16):
                 chains, valid = self.chains(rows, answers, self.args.anchors)
                 shares = accepted(self.heads, chains, valid, self.args.runs)
-            print(f"    {group:14}", *(f"{x.sum().item():.2f} {rounded(x)}" for x in shares))
+            parts = (f"{x.sum():.2f} of {most.sum():.2f} {rounded(x)}" for x, most in shares)
+            print(f"    {group:14}", *parts)
         print(end="", flush=True)
 
 
