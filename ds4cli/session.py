@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from ds4cli.timeline import Counters, Timeline
     from ds4cli.tools import Guard, GuardStep, ParsedCall
 
+# A block may be so long: the mark at a call's opening is made before one could put it out of reach.
+MARK_EARLY_TOKENS = 32
+
 
 @dataclass(frozen=True)
 class Event:
@@ -131,6 +134,7 @@ class Session:
         self._reply: Reply | None = None  # the one being streamed
         self._knows_prices = False
         self._masked_at: int | None = None  # where only what the guard allows may be picked
+        self._mark_at: int | None = None  # how long an open call may get before it needs a mark
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -377,7 +381,7 @@ class Session:
         try:
             yield from self._blocks(reply, None if limit < 0 else self.pos + limit, cancel)
         finally:
-            self.attempt, self._reply, self._masked_at = attempt, None, None
+            self.attempt, self._reply, self._masked_at, self._mark_at = attempt, None, None, None
 
     def _think_markers(self, said: int) -> tuple[str, str, bool] | None:
         """What opens and closes reasoning, and whether the prompt, all but the last `said` tokens,
@@ -432,7 +436,9 @@ class Session:
         elif step is not None and step.bad_pos is not None:
             self._repair(reply, step)
         elif step is not None and step.event == "open":
-            self._mark_opening(step.opened)
+            self._mark_at = step.opened + (self._timeline.free_tokens() or 0) - MARK_EARLY_TOKENS
+        if self._mark_at is not None and self.pos >= self._mark_at:
+            self._mark_opening(reply)
         return taken.text, taken.reason
 
     def _keep(self, reply: Reply, pos: int) -> None:
@@ -456,11 +462,13 @@ class Session:
         took = time.perf_counter() - begin
         self.stats.repairs.append(Repair(step.bad_pos, step.reason, dropped, took))
 
-    def _mark_opening(self, pos: int) -> None:
-        """A tool call opened at `pos`, a few tokens ago: keep that place cheap to come back to."""
-        timeline, end = self._timeline, self.pos
-        if not timeline.can_cut and timeline.plan(pos).forwards == 0:
-            timeline.rewind(pos)
+    def _mark_opening(self, reply: Reply) -> None:
+        """The open call is nearly as long as what is free to go back over: keep its beginning cheap
+        to come back to."""
+        timeline, end, opened = self._timeline, self.pos, reply.guard.opened
+        self._mark_at = None
+        if opened is not None and not timeline.can_cut and timeline.plan(opened).forwards == 0:
+            timeline.rewind(opened)
             timeline.mark("tool")
             timeline.rewind(end)
 

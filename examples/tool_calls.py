@@ -3,16 +3,18 @@
 python examples/tool_calls.py MODEL [PROMPTS]
 
 Every prompt declares 3 to 8 random tools and asks for one of them. At temperature 1 it is answered
-without the guard, with it, and with it and drafts; at temperature 0 with and without the guard in
-turns, for what the guard costs when nothing is wrong.
+without the guard, with it, and with it and drafts; at temperature 0 the same tokens are written
+with and without the guard in turns, for what the guard costs when nothing is wrong. Wall time is
+what counts, but on a shared machine the CPU time of the thread that decodes says more.
 """
 
 import json
 import random
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from ds4cli import Engine
 from ds4cli.drafters import Drafter
@@ -67,6 +69,7 @@ VALUES = [
     "river",
 ]
 MAX_TOKENS = 200
+PAIRS = 3  # of replies with and without the guard, for each prompt
 
 
 def random_property(rng):
@@ -103,6 +106,18 @@ def random_case(rng):
     return tools_of(declared, "here"), f"Please {words} with {asked[name]}."
 
 
+@dataclass(frozen=True)
+class Reply:
+    """tokens: from position `start` on. cpu_s: of the thread that decodes."""
+
+    tokens: list
+    calls: tuple
+    stats: Any
+    start: int
+    seconds: float
+    cpu_s: float
+
+
 class Lab:
     """One engine and one session; every reply begins right behind its prompt."""
 
@@ -113,7 +128,7 @@ class Lab:
         self.plain = Drafter()
 
     def ask(self, case, temp, guarded, drafts=False, max_tokens=MAX_TOKENS):
-        """(reply's tokens, calls, its stats, seconds, position of the first token)."""
+        """Let the model answer."""
         tools, prompt = case
         session, engine = self.session, self.engine
         session.drafter = self.drafter if drafts else self.plain
@@ -122,12 +137,12 @@ class Lab:
         session.sync(engine.render(messages, tools=[tool.spec for tool in tools]))
         session.stats = type(session.stats)(drafter=session.drafter.name)
         start, calls = session.pos, ()
+        begin, cpu = time.perf_counter(), time.thread_time()
         guard = Guard(engine.tokenizer, tools) if guarded else None
-        begin = time.perf_counter()
         for event in session.stream(max_tokens=max_tokens, guard=guard):
             calls = event.calls
-        took = time.perf_counter() - begin
-        return session.tokens[start:], calls, session.stats, took, start
+        took, cpu = time.perf_counter() - begin, time.thread_time() - cpu
+        return Reply(session.tokens[start:], calls, session.stats, start, took, cpu)
 
     def judge(self, case, tokens):
         """(calls begun, calls that parse and satisfy their schema as they are) in a raw reply."""
@@ -154,22 +169,34 @@ class Lab:
         return time.perf_counter() - begin
 
 
+def build(lab, cases):
+    """What a grammar costs, once for each set of tools."""
+    took = []
+    for tools, _ in cases:
+        begin = time.perf_counter()
+        Guard(lab.engine.tokenizer, tools)
+        took.append(time.perf_counter() - begin)
+    print(f"a grammar is built in {1e3 * took[0]:.0f} ms, one of other tools", end=" ")
+    print(f"for the same model in {1e3 * median(took[1:] or took):.1f} ms")
+
+
 def hot(lab, cases):
     """Temperature 1: what the guard changes, and what repairs cost."""
     raw_begun = raw_good = made = cut = good = differing = 0
     repairs, regenerated, steps = [], [], []
     for case in cases:
-        begun, valid = lab.judge(case, lab.ask(case, 1.0, guarded=False)[0])
+        begun, valid = lab.judge(case, lab.ask(case, 1.0, guarded=False).tokens)
         raw_begun, raw_good = raw_begun + begun, raw_good + valid
-        drafted = lab.ask(case, 1.0, guarded=True, drafts=True)[0]
-        tokens, calls, stats, _, start = lab.ask(case, 1.0, guarded=True)
-        differing += tokens != drafted
-        begun, valid = lab.judge(case, tokens)
-        made, good, cut = made + len(calls), good + valid, cut + begun - len(calls)
-        steps.append(stats.decode_s / max(1, stats.blocks))
-        repairs += [repair.seconds for repair in stats.repairs]
-        for repair in stats.repairs[-1:]:
-            regenerated.append(lab.regenerate(start, calls, repair))
+        drafted = lab.ask(case, 1.0, guarded=True, drafts=True)
+        reply = lab.ask(case, 1.0, guarded=True)
+        differing += reply.tokens != drafted.tokens
+        begun, valid = lab.judge(case, reply.tokens)
+        made, good = made + len(reply.calls), good + valid
+        cut += begun - len(reply.calls)
+        steps.append(reply.stats.decode_s / max(1, reply.stats.blocks))
+        repairs += [repair.seconds for repair in reply.stats.repairs]
+        for repair in reply.stats.repairs[-1:]:
+            regenerated.append(lab.regenerate(reply.start, reply.calls, repair))
     regenerated = [seconds for seconds in regenerated if seconds]
     step = median(steps)
     print(f"without the guard: {raw_good} of {raw_begun} calls are valid")
@@ -186,26 +213,39 @@ def hot(lab, cases):
 
 def cold(lab, cases):
     """Temperature 0, where nothing is repaired: the guard's share of decoding."""
-    ratios = []
-    for i, case in enumerate(cases):
-        lab.ask(case, 0.0, guarded=True, max_tokens=1)  # builds the grammar, reads the prompt
-        _, _, stats, _, _ = lab.ask(case, 0.0, guarded=True)
-        if stats.repairs or stats.blocks < 16:
+    wall, cpu, steps, replies = [], [], [], 0
+    for case in cases:
+        reply = lab.ask(case, 0.0, guarded=True)
+        if reply.stats.repairs or not reply.calls:
             continue
-        pace = {}
-        for guarded in (True, False) if i % 2 else (False, True):
-            limit = MAX_TOKENS if guarded else stats.blocks
-            _, _, done, took, _ = lab.ask(case, 0.0, guarded, max_tokens=limit)
-            pace[guarded] = took / max(1, done.blocks)
-        ratios.append(pace[True] / pace[False])
-    if ratios:
-        cost = 100 * (median(ratios) - 1)
-        print(f"the guard costs {cost:+.1f} % of a decode step (median of {len(ratios)} pairs)")
+        replies += 1
+        for i in range(PAIRS):
+            with_it, without = pair(lab, case, len(reply.tokens), first=i % 2 == 0)
+            n = len(without.tokens)
+            steps.append(without.seconds / n)
+            wall.append(with_it.seconds / without.seconds - 1)
+            cpu.append((with_it.cpu_s - without.cpu_s) / n)
+    if replies:
+        share = median(cpu) / median(steps)
+        print(f"{replies} replies that needed no repair, {PAIRS} pairs each, medians:")
+        print(f"a token without the guard takes {1e3 * median(steps):.2f} ms; the guard adds")
+        print(f"{1e3 * median(cpu):.3f} ms of CPU time, {100 * share:.1f} % of that;", end=" ")
+        print(f"wall time differs by {100 * median(wall):+.1f} %")
 
 
-def main(model="builtin", prompts="200"):
+def pair(lab, case, n, first):
+    """The same `n` tokens with the guard and without it."""
+    replies = {}
+    for guarded in (first, not first):
+        replies[guarded] = lab.ask(case, 0.0, guarded, max_tokens=MAX_TOKENS if guarded else n)
+    assert replies[True].tokens == replies[False].tokens
+    return replies[True], replies[False]
+
+
+def main(model="builtin", prompts="100"):
     lab, rng = Lab(model), random.Random(1)
     cases = [random_case(rng) for _ in range(int(prompts))]
+    build(lab, cases)
     hot(lab, cases)
     cold(lab, cases)
 

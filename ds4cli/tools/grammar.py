@@ -36,13 +36,13 @@ _X_GUIDANCE = {"whitespace_pattern": _SPACE}
 class Grammar:
     """The compiled grammar of one tokenizer, format and set of tools.
 
-    build_s: seconds spent building (vocabulary trie and grammar).
+    build_s: seconds spent building (grammar, and the vocabulary's trie if it is the first one).
     notices: what the grammar does not enforce, for the user to read.
     """
 
     def __init__(self, tokenizer: Any, fmt: Format, tools: Sequence[Tool]) -> None:
         begin = time.perf_counter()
-        self.vocab = _vocabulary(tokenizer, fmt)
+        self.vocab = _vocabulary_for(tokenizer, fmt)
         self.notices: list[str] = []
         self._root = self._compile(fmt, tools)
         self.build_s = time.perf_counter() - begin
@@ -86,6 +86,9 @@ class Grammar:
 
 
 _cache: weakref.WeakKeyDictionary[Any, dict[str, Grammar | str]] = weakref.WeakKeyDictionary()
+_vocabularies: weakref.WeakKeyDictionary[Any, dict[Format, LLTokenizer]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def grammar_for(tokenizer: Any, fmt: Format, tools: Sequence[Tool]) -> Grammar:
@@ -104,6 +107,14 @@ def grammar_for(tokenizer: Any, fmt: Format, tools: Sequence[Tool]) -> Grammar:
 
 
 # The vocabulary as bytes
+
+
+def _vocabulary_for(tokenizer: Any, fmt: Format) -> LLTokenizer:
+    """The vocabulary, built once per tokenizer and format: nearly all of a grammar's time."""
+    built = _vocabularies.setdefault(tokenizer, {})
+    if fmt not in built:
+        built[fmt] = _vocabulary(tokenizer, fmt)
+    return built[fmt]
 
 
 class _Vocabulary:

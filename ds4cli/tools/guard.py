@@ -17,13 +17,16 @@ The loop's part, per committed token (and for a stop token, before finishing):
     "refused"  the same after max_repairs attempts: the text stays, step.reason says why
 
 At the end of the reply `finish(reason)` hands out what is still held back.
+
+Nearly every token changes nothing: it holds no character that could belong to a marker. Such tokens
+take a short way through `feed` and share one `_State`; the rest is as slow as it likes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import regex
 
@@ -38,8 +41,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True)
-class GuardStep:
+class GuardStep(NamedTuple):  # one for every token: made faster than a dataclass
     """What one token did. `emit` is text to show now; see the module's docstring for `event`."""
 
     emit: str = ""
@@ -48,6 +50,9 @@ class GuardStep:
     opened: int | None = None
     bad_pos: int | None = None
     reason: str = ""
+
+
+NOTHING = GuardStep()
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,7 @@ class _State:
     """After a token. `held`: (pos, text) of tokens not shown yet, `at`: where that text begins.
 
     In a call, `held` are its first tokens up to the one that opened it, `before` is text of the
-    first of them that stands before the marker, `marker` the marker's length and `tail` the last
-    characters that may begin the end marker.
+    first of them that stands before the marker and `marker` the marker's length.
     """
 
     mode: str = "text"  # "text" | "think" | "call"
@@ -83,7 +87,6 @@ class _State:
     held: tuple[tuple[int, str], ...] = ()
     before: str = ""
     marker: int = 0
-    tail: str = ""
     think_at: int = 0
 
     @property
@@ -140,6 +143,10 @@ class Guard:
         self._stops = frozenset(tokenizer.eos_token_ids)
         self._think = self.fmt.think or (tokenizer.think_start, tokenizer.think_end)
         self._opening = regex.compile(self._opening_pattern())
+        self._hints = {
+            "text": _hint(*self.fmt.starts, self._think[0]),
+            "think": _hint(self._think[1]),
+        }
         self._first = _State(mode="think" if think else "text")
         self._base: int | None = None
         self._ids: list[int] = []
@@ -224,24 +231,35 @@ class Guard:
         """Take the committed token at `pos`, with the text that the detokenizer released for it."""
         if self._base is None:
             self._base = pos
-        assert pos == self._end, "tokens must be fed in order"
+        assert pos == self._base + len(self._ids), "tokens must be fed in order"
         self._forced, self._out = None, []
         if token in self._stops:
             step = self._stop_token(pos, token)
         else:
             step = self._take(pos, token, text)
-        return replace(step, emit="".join(self._out))
+        return step._replace(emit="".join(self._out)) if self._out else step
 
     def _take(self, pos: int, token: int, text: str) -> GuardStep:
-        state = self._state
+        state = self._states[-1] if self._states else self._first
+        start = self._ends[-1] if self._ends else 0
         self._ids.append(token)
         self._pieces.append(text)
-        self._ends.append((self._ends[-1] if self._ends else 0) + len(text))
+        self._ends.append(start + len(text))
         self._states.append(state)
         if state.mode != "call":
-            return self._outside(state, (*state.held, (pos, text)))
+            if not state.held and not self._hints[state.mode](text):
+                return self._plain(start, text)
+            return self._outside(state, (*state.held, (pos, text)), start)
         bad = self._first_bad(state)
         return self._advance(state, text) if bad is None else self._left(bad, state.opened)
+
+    def _plain(self, start: int, text: str) -> GuardStep:
+        """Text that no marker begins in, at offset `start`."""
+        if self._shown > start:
+            self._show(start, text)
+            return NOTHING
+        self._shown = start + len(text)
+        return GuardStep(text)
 
     def _set(self, state: _State) -> None:
         self._states[-1] = state
@@ -253,7 +271,13 @@ class Guard:
 
     # outside calls
 
-    def _outside(self, state: _State, held: tuple[tuple[int, str], ...]) -> GuardStep:
+    def _outside(
+        self, state: _State, held: tuple[tuple[int, str], ...], start: int | None = None
+    ) -> GuardStep:
+        """Go on with text not shown yet; `start` is where its newest token begins, `state.at` where
+        the first does, if it was held before."""
+        if start is not None and not state.held:
+            state = replace(state, at=start)
         whole = "".join(piece for _, piece in held)
         if state.mode == "think":
             return self._thinking(state, held, whole)
@@ -281,7 +305,7 @@ class Guard:
         shown, held = _split(held, at)
         self._show(state.at, shown)
         self._set(replace(state, at=state.at + len(shown), held=held))
-        return GuardStep()
+        return NOTHING
 
     def _open(self, state: _State, held: tuple, match: Any) -> GuardStep:
         shown, first = _split(held, match.start())
@@ -295,20 +319,29 @@ class Guard:
         if bad is not None:
             return self._left(bad, state.opened)
         step = self._advance(state, text[start + marker :])
-        return replace(step, event=step.event or "open", opened=state.opened)
+        return step._replace(event=step.event or "open", opened=state.opened)
 
     # inside a call
 
     def _advance(self, state: _State, text: str) -> GuardStep:
-        """Look for the end marker in `text`, the newest part of the open call."""
+        """Look for the end marker, whose last character must be in `text`, the newest part."""
         end = self.fmt.end
-        window = state.tail + text
-        if end and end in window and self._may_close(state):
-            step = self._close(state, len(window) - window.index(end) - len(end))
-            if step is not None:
-                return step
-        self._set(replace(state, tail=window[1 - len(end) :] if len(end) > 1 else ""))
-        return GuardStep()
+        if not end or end[-1] not in text:
+            return NOTHING
+        window = self._newest(state, len(text) + len(end) - 1)
+        if end in window and self._may_close(state):
+            return self._close(state, len(window) - window.index(end) - len(end)) or NOTHING
+        return NOTHING
+
+    def _newest(self, state: _State, size: int) -> str:
+        """The last `size` characters of the open call behind its marker, or all of them."""
+        text, index, first = "", len(self._pieces), state.held[-1][0] - self._base
+        while len(text) < size and (index := index - 1) > first:
+            text = self._pieces[index] + text
+        if len(text) < size:
+            opening = "".join(piece for _, piece in state.held)
+            text = opening[len(state.before) + state.marker :] + text
+        return text[-size:]
 
     def _may_close(self, state: _State) -> bool:
         """With a grammar, whether the end marker is one rather than text inside a value."""
@@ -333,7 +366,9 @@ class Guard:
         """Go on with ordinary text at character `cut` of the call's text."""
         at = state.at + len(state.before) + cut
         rest = self._raw(state)[cut:]
-        self._outside(_State(at=at), ((self._end - 1, rest),) if rest else ())
+        self._set(_State(at=at))
+        if rest:
+            self._outside(self._state, ((self._end - 1, rest),))
 
     def _parse(self, state: _State, body: str) -> tuple[ParsedCall, ...]:
         calls = parse_calls(self.fmt, body, self.tools)
@@ -361,7 +396,7 @@ class Guard:
     def _stop_token(self, pos: int, token: int) -> GuardStep:
         state = self._state
         if state.mode != "call":
-            return GuardStep()
+            return NOTHING
         matcher = self._matcher(state)
         if matcher is not None and not matcher.is_accepting():
             return self._left(pos, state.opened, token)
@@ -479,10 +514,10 @@ class Guard:
 
     def _first_bad(self, state: _State) -> int | None:
         """Let the matcher take the tokens it lacks; the position of the first that it refuses."""
-        matcher = self._matcher(state)
-        if matcher is None or self._matching.taken == self._matching.wants(self._end):
+        if self._grammar is None or self._match(state.opened, state) is None:
             return None
-        return self._matching.reached()
+        matching = self._matching
+        return None if matching.taken == matching.wants(self._end) else matching.reached()
 
     def _matcher(self, state: _State) -> Any:
         """The matcher of the open call, after the newest token that it accepts; None without a
@@ -494,14 +529,21 @@ class Guard:
         if self._matching is None or self._matching.opened != opened:
             self._matching = self._begin(opened, state)
         matching = self._matching
-        if matching.matcher is not None:
-            wanted = [*matching.lead, *self._ids[opened + 1 - self._base :]]
-            matching.taken += matching.matcher.try_consume_tokens(wanted[matching.taken :])
-            if matching.matcher.is_error():
+        if matching.matcher is not None and (wanted := self._not_taken(matching)):
+            taken = matching.matcher.try_consume_tokens(wanted)
+            matching.taken += taken
+            if taken < len(wanted) and matching.matcher.is_error():
                 why = matching.matcher.get_error().strip().split("\n")[0]
                 self.notices.append(f"the grammar was given up inside a call: {why}")
                 matching.matcher = None
         return matching.matcher
+
+    def _not_taken(self, matching: _Matching) -> list[int]:
+        """What the matcher lacks; mostly the newest token."""
+        behind = matching.taken - len(matching.lead)
+        if behind >= 0:
+            return self._ids[matching.opened + 1 - self._base + behind :]
+        return [*matching.lead[behind:], *self._ids[matching.opened + 1 - self._base :]]
 
     def _begin(self, opened: int, state: _State) -> _Matching:
         """A fresh matcher for the call at `opened`; its marker may begin inside that token."""
@@ -522,6 +564,13 @@ class Guard:
         elif matching.taken > (wanted := matching.wants(self._end)):
             matching.matcher.rollback(matching.taken - wanted)
             matching.taken = wanted
+
+
+def _hint(*markers: str | None) -> Callable[[str], Any]:
+    """Searches a text for anything that a marker may begin with: its first two characters, or the
+    first one at the text's end."""
+    beginnings = [rf"{regex.escape(m[0])}(?:{regex.escape(m[1:2])}|\Z)" for m in markers if m]
+    return regex.compile("|".join(beginnings) or r"(?!)").search
 
 
 def _split(held: tuple[tuple[int, str], ...], at: int) -> tuple[str, tuple[tuple[int, str], ...]]:
