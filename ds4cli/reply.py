@@ -71,7 +71,7 @@ class Regions:
         at_start, at_end = window.rfind(self._start), window.rfind(self._end)
         if at_start != at_end:
             self._thinks = at_start > at_end
-        self._tail = window[len(window) - self._keep :] if self._keep else ""
+        self._tail = window[max(0, len(window) - self._keep) :]
 
 
 class Reply:

@@ -2,163 +2,259 @@
 
 import random
 from functools import lru_cache
-from itertools import pairwise
 
 import pytest
 
 from ds4cli.drafters import Drafter
-from ds4cli.drafters.length import CallCosts, Chances, DraftLength
+from ds4cli.drafters.combined import CombinedDrafter
+from ds4cli.drafters.costs import SIZES
+from ds4cli.drafters.length import Chances, DraftLength
 from ds4cli.settings import Settings
 
 ROOM = 31
-MACHINES = {  # cost of a call by its rows, in one-row calls
-    "memory bound": lambda rows: 1 + 0.02 * (rows - 1),
-    "mixed": lambda rows: 1 + 0.1 * (rows - 1),
+MACHINES = {  # cost of a call by its rows, in plain tokens
+    "flat": lambda rows: 1.0,
+    "linear": lambda rows: 1 + 0.1 * (rows - 1),
     "compute bound": lambda rows: 1 + 0.3 * (rows - 1),
     "hopeless": lambda rows: 1 + 0.8 * (rows - 1),
+    "kinked": lambda rows: 1 + 0.35 * (rows - 1) if rows < 4 else 1.9 + 0.08 * (rows - 4),
+    "steps": lambda rows: 1 + 0.6 * ((rows - 1) // 8),
+    "dear start": lambda rows: (1.2, 1.5, 1.65)[rows - 1] if rows < 4 else 1.6 + 0.085 * rows,
 }
+TEXTS = {  # chance that a guess is right, by its position
+    "30%": lambda pos: 0.3,
+    "50%": lambda pos: 0.5,
+    "70%": lambda pos: 0.7,
+    "85%": lambda pos: 0.85,
+    "95%": lambda pos: 0.95,
+    "long bursts": lambda pos: 0.95 if pos % 400 < 200 else 0.05,
+    "short bursts": lambda pos: 0.9 if pos % 100 < 30 else 0.2,
+    "drift": lambda pos: 0.2 + 0.7 * abs((pos / 1000) % 2 - 1),
+}
+# The best fixed length is looked for among these; 0 is plain decoding.
+FIXED = (0, 1, 2, 4, 5, 7, 8, 12, 23, 31)
+TOKENS = 2000
+# The first tokens, in which chances are learnt, are not counted.
+LEARNING = 300
 
 
 class Guesser(Drafter):
     """Right at a position with chance `right(pos)`; which positions, only `seed` decides."""
 
-    name = "guesser"
-
-    def __init__(self, right, is_free=True, confidence=0, seed=0):
-        self.is_free, self.confidence = is_free, confidence
+    def __init__(self, right, is_free=True, confidence=0, seed=0, name="guesser"):
+        self.is_free, self.confidence, self.name = is_free, confidence, name
         rng = random.Random(seed)
         self.knows = [rng.random() < right(pos) for pos in range(5000)]
-        self.proposed = []
+        self.spend = lambda n: None
+        self.asked = 0
 
     def propose(self, tokens, n):
-        self.proposed.append(n)
+        self.asked += 1
+        self.spend(n)
         pos = len(tokens)
         return [p if self.knows[p] else -1 for p in range(pos, pos + n)]
 
 
 class Clock:
-    """A decode over the text 0, 1, 2, ...: seconds per block, lengths of its drafts."""
+    """A decode over the text 0, 1, 2, ... as the session does it; time in plain tokens."""
 
-    def __init__(self, machine, guesser, per_draft=0.0, seed=0):
-        self.machine, self.guesser, self.per_draft = machine, guesser, per_draft
-        self.rng = random.Random(seed)
+    def __init__(self, machine, drafter, start=0.1, per_draft=0.05, seed=0):
+        self.machine, self.drafter, self.rng = machine, drafter, random.Random(seed)
         self.pos, self.seconds, self.lengths = 1, 0.0, []
+        for part in drafter.parts:
+            if not part.is_free:
+                part.spend = lambda n: self.spend(start + per_draft * n)
 
-    def run(self, until, length=None, k=None, region="prose"):
-        """Go on with a controller, or with k drafts in every block."""
+    def spend(self, seconds):
+        seconds *= max(0.5, self.rng.gauss(1, 0.05))
+        self.seconds += seconds
+        return seconds
+
+    def controller(self, is_measured=True, **settings):
+        length = DraftLength(Settings(**settings), clock=lambda: self.seconds)
+        if is_measured:
+            noise = [max(0.8, self.rng.gauss(1, 0.03)) for _ in SIZES]
+            prices = {r: self.machine(r) * f for r, f in zip(SIZES, noise, strict=True)}
+            length.costs.use({0: 1.0, **prices})
+        return length
+
+    def room(self, until):
+        return min(ROOM, until - self.pos - 1)
+
+    def verify(self, drafts):
+        right = [p == self.pos + i for i, p in enumerate(drafts)]
+        kept = 1 + (right.index(False) if False in right else len(right))
+        self.pos += kept
+        self.lengths.append(len(drafts))
+        return kept, self.spend(self.machine(1 + len(drafts)))
+
+    def run(self, until, length, region="prose"):
+        """Go on with a controller."""
         while self.pos < until:
-            room, tokens = min(ROOM, until - self.pos - 1), range(self.pos)
-            if length is not None:
-                drafts = length.draft(self.guesser, tokens, room, region)
+            drafts = length.draft(self.drafter, range(self.pos), self.room(until), region)
+            if drafts or not length.runs_ahead:
+                length.observe(1 + len(drafts), *self.verify(drafts))
             else:
-                drafts = self.guesser.propose(tokens, min(k, room)) if k else []
-            right = [p == self.pos + i for i, p in enumerate(drafts)]
-            kept = 1 + (right.index(False) if False in right else len(right))
-            took = self.machine(1 + len(drafts)) + self.per_draft * len(drafts)
-            took *= max(0.5, self.rng.gauss(1, 0.05))
-            if length is not None:
-                length.observe(1 + len(drafts), kept, took)
-            self.pos += kept
-            self.seconds += took
-            self.lengths.append(len(drafts))
+                self.plain(until, length, region)
+        return self
+
+    def plain(self, until, length, region):
+        """One call ahead, until the controller wants drafts."""
+        first, wants = True, False
+        while self.pos < until:
+            took = self.spend(self.machine(1) if first else 1.0)
+            self.pos += 1
+            self.lengths.append(0)
+            length.observe_plain(took, first=first)
+            if wants:
+                return
+            first = False
+            wants = length.wants(self.drafter, range(self.pos), self.room(until), region)
+
+    def fixed(self, until, k):
+        """k drafts in every block."""
+        while self.pos < until:
+            n = max(0, min(k, self.room(until)))
+            drafts = self.drafter.propose(range(self.pos), n) if n else []
+            if drafts:
+                self.verify(drafts)
+            else:
+                self.spend(1.0)
+                self.pos += 1
         return self
 
 
-def clock(machine, right, is_free=True, seed=0):
-    per_draft = 0.0 if is_free else 0.12
-    return Clock(MACHINES[machine], Guesser(lambda _: right, is_free, seed=seed), per_draft, seed)
+def clock(machine, text, is_free=True, seed=0):
+    right = TEXTS.get(text, lambda _: text)
+    return Clock(MACHINES[machine], Guesser(right, is_free, seed=seed), seed=seed)
 
 
-def controlled(machine, right, is_free=True, seed=0, until=2000):
-    return clock(machine, right, is_free, seed).run(until, DraftLength(Settings()))
+def rate_after_learning(clock, go):
+    """Seconds for the tokens after the learning phase."""
+    go(LEARNING)
+    learnt = clock.seconds, clock.pos
+    go(TOKENS)
+    return (clock.seconds - learnt[0]) / (clock.pos - learnt[1])
 
 
 @lru_cache
-def fixed(machine, right, is_free, k, seed, until=2000):
-    return clock(machine, right, is_free, seed).run(until, k=k).seconds
+def best_fixed(machine, text, is_free):
+    def seconds(k):
+        c = clock(machine, text, is_free)
+        return rate_after_learning(c, lambda until: c.fixed(until, k))
+
+    return min(map(seconds, FIXED))
 
 
 # --- what it is for ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_free", [True, False], ids=["free", "costly"])
-@pytest.mark.parametrize("right", [0.3, 0.6, 0.9, 0.98])
 @pytest.mark.parametrize("machine", MACHINES)
-def test_regret_is_at_most_5_percent(machine, right, is_free):
-    """A controller that is worse than one fixed length is worse than a flag."""
-    seeds = range(3)
-    best = min(
-        sum(fixed(machine, right, is_free, k, seed) for seed in seeds)
-        for k in (0, 1, 2, 3, 5, 8, 12, 16, 24, 31)
-    )
-    ours = sum(controlled(machine, right, is_free, seed).seconds for seed in seeds)
-    assert ours / best < 1.05
+def test_regret_is_at_most_5_percent(machine, is_free):
+    """A controller that is worse than one fixed length is worse than a flag: for each text the best
+    length of that text, over a machine's texts at most 5 % in all, and 8 % in none."""
+    regrets = []
+    for text in TEXTS:
+        c = clock(machine, text, is_free)
+        length = c.controller()
+        ours = rate_after_learning(c, lambda until, c=c, length=length: c.run(until, length))
+        regrets.append(ours / best_fixed(machine, text, is_free) - 1)
+    assert max(regrets) < 0.08 and sum(max(0.0, r) for r in regrets) / len(regrets) < 0.05
 
 
-@pytest.mark.parametrize("is_free", [True, False], ids=["free", "costly"])
-@pytest.mark.parametrize("right", [0.0, 0.12])
-@pytest.mark.parametrize("machine", MACHINES)
-def test_never_below_097_of_plain(machine, right, is_free):
-    """Where guesses are never or hardly ever right, trying them must cost next to nothing."""
-    plain = fixed(machine, right, is_free, 0, 0)
-    assert plain / controlled(machine, right, is_free).seconds > 0.97
+@pytest.mark.parametrize("head", [0.4, 0.75])
+@pytest.mark.parametrize("machine", ["linear", "dear start"])
+def test_two_drafters_are_as_good_as_the_better_one(machine, head):
+    """A copy from the text must win where it is sure, the head where it is not: together at most
+    5 % above either alone, and ahead of both where each has its stretches."""
+
+    def drafters():
+        copies = Guesser(lambda pos: 0.97 if pos % 300 < 100 else 0.05, seed=1, name="copy")
+        return copies, Guesser(lambda _: head, is_free=False, seed=2, name="head")
+
+    def seconds(make):
+        c = Clock(MACHINES[machine], make(*drafters()))
+        length = c.controller()
+        return rate_after_learning(c, lambda until: c.run(until, length))
+
+    alone = seconds(lambda copies, _: copies), seconds(lambda _, head: head)
+    both = seconds(CombinedDrafter)
+    assert both < 1.05 * min(alone)
+    assert head < 0.5 or both < 0.95 * min(alone)
 
 
-@pytest.mark.parametrize("is_free", [True, False], ids=["free", "costly"])
-def test_recovers_when_text_turns_repetitive(is_free):
-    """Speculation that parked must notice that it would pay again."""
-    guesser = Guesser(lambda pos: 0.0 if pos < 1500 else 0.97, is_free)
-    c, length = Clock(MACHINES["mixed"], guesser, 0.0 if is_free else 0.05), DraftLength(Settings())
+def test_the_time_of_drafting_is_its_own():
+    """Drafting was part of a block's price: a slow drafter made the calls of a fast one dear."""
+    dear = Guesser(lambda _: 0.9, is_free=False, name="dear")
+    cheap = Guesser(lambda _: 0.9, name="cheap", seed=1)
+    c = Clock(MACHINES["linear"], CombinedDrafter(cheap, dear), start=3.0)
+    length = c.controller()
     c.run(1500, length)
-    assert c.lengths[-50:].count(0) > 45 and length.parked > 1000
-    before = c.seconds
-    c.run(3500, length)
-    assert 2000 / (c.seconds - before) > 2.0  # tokens per one-row call; the best length has 4.7
+    assert abs(length.costs.price(6) - MACHINES["linear"](6)) < 0.2
+    assert dear.asked < 30 and c.seconds < 0.6 * 1500
 
 
-def test_a_costly_drafter_is_tried_ever_more_rarely():
-    """Probes at a fixed interval would tax every text that cannot be guessed."""
-    c = controlled("mixed", 0.0, is_free=False, until=4000)
-    tries = [i for i, n in enumerate(c.lengths) if n]
-    gaps = [b - a for a, b in pairwise(tries)]
-    assert len(tries) < 20 and gaps[-1] > 400
+def test_recovers_when_text_turns_repetitive():
+    """Speculation that parked must notice that it would pay again."""
+    for is_free in (True, False):
+        guesser = Guesser(lambda pos: 0.0 if pos < 1000 else 0.97, is_free)
+        c = Clock(MACHINES["linear"], guesser)
+        length = c.controller()
+        c.run(1000, length)
+        assert c.lengths[-50:].count(0) > 45 and length.parked > 700
+        before = c.seconds
+        c.run(3000, length)
+        assert 2000 / (c.seconds - before) > 2.0
 
 
 def test_a_free_drafter_needs_no_probes():
     """Its guesses are compared with the text anyway: feeding hopeless ones would be waste."""
-    assert sum(n > 0 for n in controlled("compute bound", 0.0, until=4000).lengths) < 5
+    c = clock("compute bound", 0.0)
+    c.run(2000, c.controller())
+    assert sum(n > 0 for n in c.lengths) < 5
+
+
+def test_a_costly_drafter_is_tried_ever_more_rarely():
+    """Probes at a fixed interval would tax every text that cannot be guessed."""
+    c = clock("linear", 0.0, is_free=False)
+    c.run(4000, c.controller())
+    tries = [i for i, n in enumerate(c.lengths) if n]
+    assert 5 < len(tries) < 80 and tries[-1] - tries[-2] > 1.5 * (tries[3] - tries[2])
 
 
 def test_regions_are_kept_apart():
     """Prose that cannot be guessed must not park the drafts of a tool call."""
-    guesser, length = Guesser(lambda pos: 0.0 if pos % 200 < 100 else 0.97), DraftLength(Settings())
-    c = Clock(MACHINES["mixed"], guesser)
-    for start in range(0, 2000, 200):
+    guesser = Guesser(lambda pos: 0.0 if pos % 200 < 100 else 0.97)
+    c = Clock(MACHINES["linear"], guesser)
+    length = c.controller()
+    for start in range(0, 1600, 200):
         c.run(start + 100, length, region="prose")
         in_prose = len(c.lengths)
         c.run(start + 200, length, region="tool")
-    assert max(c.lengths[in_prose : in_prose + 3]) >= 6
+    assert max(c.lengths[in_prose : in_prose + 3]) >= 5
 
 
 def test_confidence_decides():
     """Long matches must draft although short ones never hold."""
-    guesser, length = Guesser(lambda pos: 0.0 if pos % 40 < 20 else 0.98), DraftLength(Settings())
-    c = Clock(MACHINES["mixed"], guesser)
+    guesser = Guesser(lambda pos: 0.0 if pos % 40 < 20 else 0.98)
+    c = Clock(MACHINES["linear"], guesser)
+    length = c.controller()
     for start in range(0, 1200, 40):
         guesser.confidence = 1
         c.run(start + 20, length)
         low = len(c.lengths)
         guesser.confidence = 12
         c.run(start + 40, length)
-    assert max(c.lengths[low - 20 : low]) == 0 and c.lengths[low] >= 6
+    assert max(c.lengths[low - 18 : low]) == 0 and max(c.lengths[low : low + 2]) >= 6
 
 
 def test_one_slow_block_does_not_park():
     """A hiccup of the machine must not pass for the price of a row count."""
-    c, length = clock("mixed", 0.9), DraftLength(Settings())
+    c = clock("linear", 0.9)
+    length = c.controller()
     c.run(600, length)
-    usual = c.lengths[-10:]
-    length.observe(1 + usual[-1], 1, 500.0)
+    length.observe(1 + c.lengths[-5], 1, 500.0)
     c.run(900, length)
     assert min(c.lengths[-20:-3]) > 0
 
@@ -166,9 +262,9 @@ def test_one_slow_block_does_not_park():
 # --- modes ------------------------------------------------------------------------------------
 
 
-def lengths(right=0.0, until=300, region="prose", **settings):
-    length = DraftLength(Settings(**settings))
-    return clock("hopeless", right).run(until, length, region=region).lengths
+def lengths(right=0.0, until=200, region="prose", **settings):
+    c = clock("hopeless", right)
+    return c.run(until, c.controller(**settings), region).lengths
 
 
 def test_never_and_tools():
@@ -193,8 +289,9 @@ def test_no_room_no_drafts():
     """At the token limit nothing may be drafted, nor the drafter run."""
     guesser = Guesser(lambda _: 1.0)
     for settings in (Settings(), Settings(speculate="always"), Settings(num_draft_tokens=3)):
-        assert DraftLength(settings).draft(guesser, range(5), 0) == []
-    assert guesser.proposed == []
+        length = DraftLength(settings)
+        assert length.draft(guesser, range(5), 0) == [] and not length.wants(guesser, range(5), 0)
+    assert guesser.asked == 0
 
 
 # --- parts ------------------------------------------------------------------------------------
@@ -205,25 +302,7 @@ def test_a_rewind_forgets_open_proposals():
     guesser, length = Guesser(lambda _: 1.0), DraftLength(Settings())
     length.draft(guesser, range(10), 4)
     length.draft(guesser, [*range(10), 99, 98, 97, 96, 95], 4)  # nothing was observed between
-    assert all(not chances._tried for chances in length._chances.values())
-
-
-def test_the_first_call_of_a_shape_is_not_counted():
-    """It compiles kernels: taken at its word it would price that shape out for long."""
-    costs = CallCosts()
-    costs.observe(1, 1, 50.0)
-    assert not costs.known
-    costs.observe(1, 1, 1.0)
-    assert costs.known and next(costs.extra_tokens(1)) < 0.2
-
-
-def test_prices_never_fall_with_rows():
-    """Noise that makes more rows cheaper would draft without end."""
-    costs = CallCosts()
-    for rows, seconds in ((1, 1.0), (5, 2.0), (3, 2.5), (9, 1.9)) * 3:
-        costs.observe(rows, 1, seconds)
-    prices = list(costs.extra_tokens(12))
-    assert prices == sorted(prices) and prices[0] >= 0
+    assert all(not place._any._tried for place in length._places.values())
 
 
 def test_chances_follow_what_is_seen():
@@ -234,3 +313,16 @@ def test_chances_follow_what_is_seen():
     survival = chances.survival()
     alive = [next(survival) for _ in range(4)]
     assert abs(alive[0] - 0.5) < 0.2 and alive[3] > 0.9 * alive[0]
+
+
+@pytest.mark.parametrize("is_free", [True, False], ids=["free", "costly"])
+@pytest.mark.parametrize("right", [0.0, 0.12])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_never_below_097_of_plain(machine, right, is_free):
+    """Where guesses are never or hardly ever right, trying them must cost next to nothing, also in
+    a short reply and before anything was measured."""
+    for is_measured in (True, False):
+        c = clock(machine, right, is_free)
+        length = c.controller(is_measured)
+        assert 200 / c.run(201, length).seconds > 0.96
+        assert 2000 / c.run(2001, length).seconds > 0.97

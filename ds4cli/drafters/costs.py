@@ -26,8 +26,10 @@ REPEATS = 3
 PLAIN_TOKENS = 8
 BUDGET_S = 2.0
 CONTEXT_TOKENS = 64
-# Assumed price of one more row, until it is measured. Low: a guessed price must not keep the true
-# one from being found out.
+# Prices assumed until they are measured: on the high side, so that only guesses that are nearly
+# sure are tried. Beyond the sizes that were measured a row is assumed to cost little: a guess that
+# is too low is found out.
+ASSUMED = {1: 1.1, 2: 1.3, 33: 3.8}
 ASSUMED_SLOPE = 0.05
 ASSUMED_WEIGHT, MEASURED_WEIGHT = 0.5, 2.0
 # How much a measurement still counts after one more of its kind, or one more block.
@@ -168,7 +170,7 @@ class CallCosts:
 
     def __init__(self):
         self.plain = Mean(PLAIN_DECAY)  # seconds of a token
-        self._listed: dict[int, float] = _extended({1: 1.0})
+        self._listed: dict[int, float] = dict(ASSUMED)
         self._listed_weight = ASSUMED_WEIGHT
         self._seen: dict[int, Mean] = {}
         self._off = Mean(COST_DECAY)

@@ -26,9 +26,10 @@ HEATS = (0.4, 0.75)
 # What trying may cost, in tokens: at first, and at most where guesses were right of late.
 FIRST_CREDIT, MOST_CREDIT = 2.0, 4.0
 # Chance that a first guess is kept, before any was seen, by the bit length of the confidence.
-ASSUMED_CHANCE = (0.6, 0.25, 0.5, 0.6, 0.7, 0.8, 0.9)
+ASSUMED_CHANCE = (0.6, 0.15, 0.35, 0.6, 0.75, 0.85, 0.9)
 ASSUMED_WEIGHT = 2.0
 LATER_WEIGHT = 16.0
+TAIL_WEIGHT = 8
 # Expected gain, in tokens a block, below which plain decoding is kept: less is within the noise.
 WORTHWHILE = 0.02
 FIRST_REACH = 2
@@ -58,7 +59,7 @@ class DraftLength:
         self._open: list[_Proposal] = []
         self._next_size = 0
         self._blocks = 0
-        self._tempted = False  # guesses seemed to pay, by what is known or assumed
+        self._tempted = False  # there were guesses
 
     @property
     def chooses(self) -> bool:
@@ -126,14 +127,13 @@ class DraftLength:
         offers = [offer for offer in offers if offer is not None]
         if not offers:
             return None
+        self._tempted = True
         best = max(offers, key=lambda offer: offer.gain)
         if not self.chooses:
             return best
         if best.k and self.costs.known and best.gain > restart:
             best.place.rest()
-            self._tempted = True
             return best
-        self._tempted = self._tempted or best.k > 0
         if self._mode == "always":
             best.k = max(1, best.k)
             return best
@@ -399,7 +399,7 @@ class Chances:
         right, tried = sum(self._right), sum(self._tried)
         for i, (own_right, own_tried) in enumerate(zip(self._right, self._tried, strict=True)):
             if i:
-                chance = (right + ASSUMED_WEIGHT * chance) / (tried + ASSUMED_WEIGHT)
+                chance = (right + TAIL_WEIGHT * chance) / (tried + TAIL_WEIGHT)
             weight = LATER_WEIGHT if i else ASSUMED_WEIGHT
             chance = (own_right + weight * chance) / (own_tried + weight)
             right, tried = right - own_right, tried - own_tried

@@ -1,0 +1,175 @@
+"""What calls cost: measured once, kept in a file, corrected while running."""
+
+import pytest
+from oracle import engine, plain, prompt
+from tiny import build
+
+from ds4cli.drafters.costs import SIZES, CallCosts, DraftTimes, PriceList, measure
+from ds4cli.reply import Regions
+from ds4cli.session import Session
+
+LIST = {0: 0.01, 1: 0.012, 2: 0.015, 4: 0.02, 8: 0.02, 16: 0.03, 32: 0.05}
+
+
+def costs(**options):
+    known = CallCosts()
+    known.use(LIST, **options)
+    known.observe_plain(0.01)
+    return known
+
+
+# --- the list ---------------------------------------------------------------------------------
+
+
+def test_a_list_is_kept_for_its_key_alone(tmp_path):
+    """A list of another model or version would be believed, one that is not found measured anew."""
+    prices = PriceList.kept(tmp_path / "new", {"model": "a"})
+    assert prices.seconds == {}
+    e = engine("llama", model=build("llama"))
+    prices.measure(e.scratch_timeline(), e.session().sampler, prompt(8))
+    assert {0, 1, 2, 4} <= prices.seconds.keys() and "measured" in prices.notice
+    assert PriceList.kept(tmp_path / "new", {"model": "a"}).seconds == prices.seconds
+    assert PriceList.kept(tmp_path / "new", {"model": "b"}).seconds == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1, 2]", "null", '{"1": "x"}', '{"1": 0.1}', '{"0": -1, "1": 0.1}']
+)
+def test_a_torn_file_is_measured_anew(tmp_path, text):
+    """A file cut by a full disk must not end the run, nor give prices of zero."""
+    path = PriceList.kept(tmp_path, {}).path
+    path.write_text(text, encoding="utf-8")
+    assert PriceList.kept(tmp_path, {}).seconds == {}
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
+    """A home that is read-only is common in containers."""
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    prices = PriceList.kept(tmp_path / "file" / "below", {})
+    e = engine("llama", model=build("llama"))
+    prices.measure(e.scratch_timeline(), e.session().sampler, prompt(8))
+    assert prices.seconds
+
+
+def test_a_slow_model_is_given_fewer_sizes():
+    """Measuring must not take longer than the reply that it is to speed up."""
+    e, now = engine("llama", model=build("llama")), [0.0]
+
+    def clock():
+        now[0] += 0.05
+        return now[0]
+
+    seconds = measure(e.scratch_timeline(), e.session().sampler, prompt(8), 2.0, clock)
+    assert {0, 1, 2} <= seconds.keys() and len(seconds) < len(SIZES) and now[0] < 4
+
+
+# --- prices while running ---------------------------------------------------------------------
+
+
+def test_prices_follow_the_list_and_what_is_seen():
+    """A kink must be seen where it is; a machine that differs from its list must be believed."""
+    known = costs()
+    assert known.price(2) == pytest.approx(1.5) and known.price(4) == known.price(8)
+    assert 2.0 < known.price(12) < known.price(16) == pytest.approx(3.0)
+    for _ in range(12):
+        known.observe(5, 3, 0.04)
+    assert known.price(5) == pytest.approx(4.0, rel=0.1) and known.price(4) < 4.0
+    assert known.price(6) > 3.5
+
+
+def test_prices_never_fall_with_rows():
+    """Noise that makes more rows cheaper would draft without end."""
+    known = costs()
+    for rows, seconds in ((5, 0.02), (3, 0.025), (9, 0.019)) * 4:
+        known.observe(rows, 1, seconds)
+    prices = [known.price(rows) for rows in range(1, 33)]
+    assert prices == sorted(prices)
+
+
+def test_prices_are_relative_to_plain_decoding_at_the_depth_of_the_context():
+    """A long context makes all calls slower: none of them got dearer by that."""
+    known = costs()
+    for _ in range(100):
+        known.observe_plain(0.03)
+    assert known.price(8) == pytest.approx(2.0, rel=0.05)
+
+
+def test_without_running_ahead_a_plain_token_is_a_call():
+    """With penalties the next call waits for the token: drafts compare with that."""
+    assert costs(runs_ahead=False).price(2) == pytest.approx(1.25)
+
+
+def test_drafting_times_are_a_line():
+    """A drafter that guesses token by token costs by the token, a block drafter by the block."""
+    by_token, by_block = DraftTimes(), DraftTimes()
+    for n in (9, 2, 4, 8, 3) * 4:
+        by_token.observe(n, 0.01 * n)
+        by_block.observe(n, 0.05)
+    assert by_token.seconds(12) == pytest.approx(0.12, rel=0.1)
+    assert by_block.seconds(12) == pytest.approx(0.05, rel=0.2)
+
+
+# --- in a session -----------------------------------------------------------------------------
+
+
+def loop(n):
+    return (prompt(7) * n)[:n]
+
+
+def test_measured_once_when_there_is_something_to_decide(monkeypatch):
+    """A short reply, or one without guesses, must not wait for it, and nobody twice."""
+    monkeypatch.setattr("ds4cli.drafters.length.MEASURED_AFTER", 12)
+    calls, true = [], PriceList.measure
+    monkeypatch.setattr(PriceList, "measure", lambda *args: (calls.append(1), true(*args)))
+    model = build("qwen3_next", scale=2.0)
+    for settings in ({"drafter": "none"}, {"num_draft_tokens": 3}, {"speculate": "never"}):
+        e = engine("qwen3_next", model=model, **{"drafter": "ngram", **settings})
+        run(e.session(), loop(20), 30)
+    assert not calls
+    e = engine("qwen3_next", model=model, drafter="ngram")
+    for length in (6, 40, 40):
+        session = e.session()
+        assert run(session, loop(20), length) == plain(model, loop(20), length)
+        assert len(calls) == (length > 12)
+    assert sum("measured" in notice for notice in e.notices) == 1
+
+
+def run(session, tokens, length):
+    session.sync(tokens)
+    return [t for event in session.stream(max_tokens=length) for t in event.tokens]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
+def test_plain_tokens_run_ahead_beside_a_drafter(name, monkeypatch):
+    """With a drafter at hand each token waited for the one before; a change of mind lost a call."""
+    model = build(name, scale=2.0)
+    e = engine(name, model=model, drafter="ngram")
+    session, ahead = e.session(), []
+    true = Session._run_ahead
+    monkeypatch.setattr(Session, "_run_ahead", lambda *args: (ahead.append(1), true(*args))[1])
+    wishes = iter([i % 5 == 4 for i in range(200)])
+    drafts = iter([[], [1, 2]] * 100)
+    monkeypatch.setattr(session.length, "wants", lambda *args: next(wishes))
+    monkeypatch.setattr(session.length, "draft", lambda *args: next(drafts))
+    assert run(session, prompt(10), 60) == plain(model, prompt(10), 60)
+    blocks = session.stats.blocks
+    assert len(ahead) > 30 and session.stats.proposed > 10
+    assert blocks <= session.stats.forwards <= blocks + 1  # at most the one at the end
+
+
+# --- regions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+def test_regions_of_a_reply(size):
+    """Prose inside a code block, or the answer taken for reasoning, would share chances."""
+    text = "<think>\na ``` b\n</think>\nSee:\n```python\nx = '```'\n```\nDone."
+    regions, at = Regions(("<think>", "</think>", False)), {}
+    for start in range(0, len(text), size):
+        regions.push(text[start : start + size])
+        at[start + size] = regions.current
+    if size == 1:
+        assert at[1] == "prose" and at[text.index("a")] == "think"
+        assert at[text.index("See") + 2] == "prose" and at[text.index("x =") + 2] == "code"
+    assert regions.current == "prose"
+    assert Regions(("<think>", "</think>", True)).current == "think"
