@@ -65,7 +65,7 @@ def run(request: Request, settings: Settings) -> int:
     engine = load_engine(settings, read_prompt, quiet=request.quiet, verbose=request.verbose)
     thinks = opens_thinking(engine, tokens)
     guard = make_guard(engine, request, thinks)
-    session = engine.session()
+    session, said = engine.session(), len(engine.notices)
     live = request.stream and not request.as_json
     writer = terminal.ReplyWriter(live and not request.quiet and not settings.hide_reasoning)
     with terminal.Interrupts() as interrupted:
@@ -73,6 +73,8 @@ def run(request: Request, settings: Settings) -> int:
             session.sync(tokens, cancel=interrupted, progress=bar)
         split = splitter(engine, thinks)
         completion = complete(session, split, interrupted, writer if live else None, guard)
+    for notice in engine.notices[said:] if request.verbose else ():
+        terminal.note(notice)
     _print_end(request, engine, session, completion, writer)
     return terminal.EXIT_INTERRUPTED if completion.finish_reason == "cancelled" else 0
 
@@ -334,7 +336,11 @@ def report(engine: Engine, session: Session, completion: Completion) -> dict[str
         "speculative": {
             "drafter": stats.drafter,
             "num_draft_tokens": settings.num_draft_tokens,
+            "proposed": stats.proposed,
+            "accepted": stats.accepted,
+            "parked": stats.parked,
             "accept_counts": stats.accept_counts,
+            "by_drafter": stats.by_drafter,
         },
         "rewind": {
             "count": stats.rewinds,

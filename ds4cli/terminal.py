@@ -200,9 +200,10 @@ def _rate(tokens: int, seconds: float) -> str:
 
 def _acceptance(stats: Stats) -> str:
     if not stats.proposed:
-        return ""
+        return f"parked {stats.parked}" if stats.parked else ""
     accepted, proposed = stats.accepted / stats.blocks, stats.proposed / stats.blocks
-    return f"accept {accepted:.1f}/{proposed:.1f} ({stats.accepted / stats.proposed:.0%})"
+    share = f"accept {accepted:.1f}/{proposed:.1f} ({stats.accepted / stats.proposed:.0%})"
+    return f"{share} parked {stats.parked}" if stats.parked else share
 
 
 def _prompt(stats: Stats) -> str:
