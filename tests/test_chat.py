@@ -20,7 +20,9 @@ from ds4cli import journal
 from ds4cli.chat import Request, commands, editor, prompt, shelf
 from ds4cli.chat.markdown import BlockScanner, rows_of
 from ds4cli.errors import UsageError
+from ds4cli.rewind import common_prefix
 from ds4cli.tools import Tool
+from ds4cli.tools.formats import FORMATS
 from ds4cli.transcript import Turn
 
 
@@ -504,7 +506,7 @@ def test_named_tools_run_unasked_but_not_for_ever(calling, monkeypatch, capsys):
     """Guards: `--yes-tools` without effect, or a model that calls a tool in a loop without end."""
     call_for_ever(calling, monkeypatch)
     monkeypatch.setattr("ds4cli.chat.console.MAX_UNASKED", 3)
-    calling.request = replace(calling.request, yes_tools=("clock",))
+    calling.request = replace(calling.request, yes_tools=("clock",), quiet=True)
     calling.take("/undo")
     assert not calling.line.turns
     calling.take("what time is it now?")
@@ -548,6 +550,60 @@ def test_abort_drops_the_call_and_keeps_it_as_a_branch(calling, capsys):
     calling.take("/abort")
     calling.take("something else")
     assert dropped in calling.conversation.transcript.branches().values()
+
+
+@pytest.mark.parametrize("unasked", [False, True], ids=["run", "unasked"])
+def test_a_stopped_command_leaves_its_call_waiting(calling, monkeypatch, capsys, unasked):
+    """Guards: Ctrl-C that waits for a tool, ends the chat, or sends half a result."""
+    command = ("sh", "-c", "echo half; sleep 30")
+    calling.conversation.tools = [Tool("clock", "", {"type": "object"}, command)]
+    line = calling.line
+    if unasked:
+        calling.request = replace(calling.request, yes_tools=("clock",), quiet=True)
+        monkeypatch.setattr(commands, "run", lambda chat, _: setattr(chat, "has_called", True))
+    calling.stopped_after(3, "/run")
+    assert "stopped clock after" in capsys.readouterr().err
+    assert calling.line == line and not calling.results
+    calling.request = replace(calling.request, yes_tools=())
+    calling.take("noon")
+    calling.take("one")
+    assert [turn.content for turn in calling.line.turns[2:4]] == ["noon", "one"]
+    check(calling)
+
+
+@pytest.fixture
+def hermes(monkeypatch):
+    """Tool calls as Hermes writes them, whatever the template says."""
+    found = FORMATS["json_tools"]
+    monkeypatch.setattr("ds4cli.tools.guard.detect_format", lambda _: found)
+
+
+def test_edited_arguments_are_the_calls(engine, hermes):
+    """Guards: a call run with the arguments it had before it was edited, or its other tokens
+    encoded again."""
+    chat = talk.chat(engine, "what time is it?")
+    chat.conversation.tools = [Tool("clock", "", {"type": "object"}, ("cat",))]
+    text = '<tool_call>\n{"name": "clock", "arguments": {"a": 1}}\n</tool_call>'
+    last = replace(chat.line.turns[-1], tokens=tuple(engine.encode(text)), calls=(CALL,))
+    chat.conversation.transcript.say(chat.line.upto(1).plus(replace(last, finish_reason="tool")))
+    chat.take("/edit 2 " + text.replace("1", "23"))
+    edited = chat.line.turns[-1]
+    assert [call["function"]["arguments"] for call in edited.calls] == ['{"a": 23}']
+    assert (edited.finish_reason, edited.content.strip()) == ("tool", "")
+    same = common_prefix(edited.tokens, last.tokens)
+    assert len(edited.tokens) == len(last.tokens) + 1
+    assert edited.tokens[same + 2 :] == last.tokens[same + 1 :]
+    check(chat)
+
+
+def test_a_call_that_fits_no_more_goes_on_with_a_note(engine, hermes, capsys):
+    """Guards: a reply that nobody watches any more, without a word."""
+    chat = talk.chat(engine, "what time is it?")
+    chat.conversation.tools = [Tool("clock", "", {"type": "object"})]
+    chat.take('/edit 2 <tool_call>\n{"name": "nothing", "arguments": {')
+    assert chat.conversation.open_calls == ()
+    chat.take("/continue")
+    assert "it goes on unwatched" in capsys.readouterr().err
 
 
 def test_stored_calls_still_wait(calling, engine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 
@@ -169,6 +170,26 @@ def test_a_command_that_hangs_is_stopped_with_its_children():
     run = run_tool(python_tool(code), "{}", timeout_s=1.0)
     assert run.timed_out and "stopped" in run.content and run.output == "on\n"
     assert time.perf_counter() - begin < 5
+
+
+def test_a_stopped_command_ends_with_its_children():
+    """A command that ignores SIGTERM, or its child, runs on after Ctrl-C."""
+    code = """if 1:
+        import signal, subprocess, sys, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
+        print(child.pid, flush=True); time.sleep(30)"""
+    begin = time.perf_counter()
+    run = run_tool(python_tool(code), "{}", cancel=lambda: time.perf_counter() - begin > 1)
+    assert run.cancelled and not run.timed_out and run.exit_code is None
+    assert time.perf_counter() - begin < 5
+    assert not is_running(int(run.output))
+
+
+def is_running(pid):
+    """Whether a process exists and is no zombie that nobody waits for."""
+    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return state.stdout.strip()[:1] not in ("", "Z")
 
 
 def test_endless_output_is_cut():

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -208,10 +208,10 @@ def _edited(chat: Chat, text: str) -> str | None:
 
 def _edit_reply(chat: Chat, before: Line, turn: Turn, text: str) -> None:
     conversation = chat.conversation
-    edited = conversation.scribe.edit_reply(turn, text, turn.content)
-    answer = conversation.answer_text(before, edited.tokens)
-    edited = replace(edited, content=answer, finish_reason="edited")
+    edited = conversation.edited_reply(before, turn, text)
     chat.move(lambda watch: conversation.go_back(before.plus(edited), watch))
+    if edited.calls:
+        return chat.print_call(edited.calls[0])
     chat.note("/continue goes on from here")
 
 
@@ -296,13 +296,11 @@ def switch(chat: Chat, argument: str) -> None:
 @command("run")
 def run_call(chat: Chat, argument: str) -> None:
     """Run the command that your tools file attaches to the tool that the model called."""
-    from ds4cli.tools import run_tool
-
     _refuse(argument)
-    call = chat.next_call()["function"]
-    done = run_tool(chat.tool(call["name"]), call["arguments"])
-    terminal.note(done.content)
-    chat.give_result(done.content)
+    done = chat.run_tool(chat.next_call()["function"])
+    if done is not None:
+        terminal.note(done.content)
+        chat.give_result(done.content)
 
 
 @command("skip")

@@ -21,7 +21,7 @@ from ds4cli.transcript import Line, Turn
 
 if TYPE_CHECKING:
     from ds4cli.engine import Engine
-    from ds4cli.tools import Tool
+    from ds4cli.tools import Tool, ToolRun
 
 HINT = "/help lists commands; Ctrl-D leaves"
 MAX_UNASKED = 20  # runs in a row: a model that calls for ever must not run for ever
@@ -165,7 +165,7 @@ class Chat:
         call = calls[len(results)]
         results.append(Turn("tool", text, calls=(call,)))
         if len(results) < len(calls):
-            return self._print_call(calls[len(results)])
+            return self.print_call(calls[len(results)])
         is_sent = False
         try:
             is_sent = self.ask(*results)
@@ -191,7 +191,8 @@ class Chat:
         runs = 0
         while self._may_run():
             if runs == MAX_UNASKED:
-                return self.note(f"{runs} runs in a row: /run goes on, /skip or /abort ends it")
+                text = f"{runs} runs in a row: /run goes on, /skip or /abort ends it"
+                return terminal.note(text)  # with -q too: it says why nothing happens
             runs += 1
             before = self.line, self._given()
             self._run_next()
@@ -207,16 +208,33 @@ class Chat:
         )
 
     def _run_next(self) -> None:
-        from ds4cli.tools import run_tool
-
         function = self.next_call()["function"]
-        done = run_tool(self.tool(function["name"]), function["arguments"])
+        done = self.run_tool(function)
+        if done is None:
+            return
         cut = (", output cut" if done.truncated else "") + (", killed" if done.timed_out else "")
         end = f", exit code {done.exit_code}" if done.exit_code else cut
-        self.note(
+        # With -q too: nothing runs unseen.
+        terminal.note(
             f"ran {function['name']}: {len(done.output):,} characters, {done.seconds:.1f} s{end}"
         )
         self.give_result(done.content)
+
+    def run_tool(self, function: dict[str, Any]) -> ToolRun | None:
+        """What the command of a called tool gives; None if the user stopped it."""
+        from ds4cli.tools import run_tool
+
+        tool = self.tool(function["name"])
+        with self.watching() as watch:
+            done = run_tool(tool, function["arguments"], cancel=watch.cancel)
+        if not done.cancelled:
+            return done
+        self.reader.was_interrupted = False
+        terminal.note(
+            f"stopped {tool.name} after {done.seconds:.1f} s: the call still waits; "
+            + self._choices(tool.name)
+        )
+        return None
 
     def tool(self, name: str) -> Tool:
         """A declared tool. UsageError if there is none of this name."""
@@ -225,7 +243,7 @@ class Chat:
                 return tool
         raise UsageError(f"no tool `{name}` is declared", "start with `--tools FILE`")
 
-    def _print_call(self, call: dict[str, Any]) -> None:
+    def print_call(self, call: dict[str, Any]) -> None:
         """A call: a line of JSON for a script, words for a reader."""
         if not self.reader.is_interactive:
             sys.stdout.write(json.dumps(call, ensure_ascii=False) + "\n")
@@ -238,7 +256,8 @@ class Chat:
     def _choices(self, name: str) -> str:
         """What can be done about a call."""
         is_runnable = any(t.name == name and t.command for t in self.conversation.tools)
-        return "type its result, or " + ("/run, " if is_runnable else "") + "/skip or /abort it"
+        run, turn = "/run, " if is_runnable else "", len(self.line.turns)
+        return f"type its result, or {run}/skip or /abort it; /edit {turn} changes the arguments"
 
     def reply(self, attempt: int = 0) -> None:
         """Let the model answer the last message, or go on with its last reply."""
@@ -256,6 +275,10 @@ class Chat:
         self._warn_of_room()
         try:
             with contextlib.closing(self.conversation.answer(watch, attempt)) as pieces:
+                if self.conversation.is_unwatched:
+                    self.note(
+                        "a tool call in this reply does not fit its tool: it goes on unwatched"
+                    )
                 for piece in pieces:
                     (writer.reasoning if piece.is_reasoning else writer.answer)(piece.text)
         finally:
@@ -290,7 +313,7 @@ class Chat:
         self._print_stats()
         if calls:
             self.has_called = True
-            self._print_call(calls[0])
+            self.print_call(calls[0])
 
     def _note_cut(self, turn: Turn) -> None:
         if turn.finish_reason == "cancelled":

@@ -61,6 +61,7 @@ class Conversation:
         self.unsaved: StateError | None = None
         self.use(settings)
         self.transcript = Transcript(self.scribe.begin(settings.system))
+        self.is_unwatched = False  # the reply goes on behind a call that does not fit its tool
         self.remark = ""  # what is wrong with a tool call that the last reply left open
         self._kept_guard: tuple[Turn | None, Guard | None] = None, None
         self._before: Transcript | None = None  # what a reply that never came takes us back to
@@ -230,16 +231,37 @@ class Conversation:
 
     def guard(self, line: Line, begun: Turn) -> Guard | None:
         """What watches a reply for tool calls; a reply that goes on keeps the one it had."""
+        self.is_unwatched = False
         if not self.tools:
             return None
+        turn, guard = self._kept_guard
+        if not begun.tokens or turn != begun:
+            guard = self._guard_of(line, begun.tokens)
+        self.is_unwatched = guard is None
+        return guard
+
+    def _guard_of(self, line: Line, tokens: Sequence[int]) -> Guard | None:
+        """A guard that has read a reply's tokens; None where a call in them does not fit."""
         from ds4cli.tools import Guard
 
-        turn, guard = self._kept_guard
-        if begun.tokens and turn == begun:
-            return guard
         thinks = self._opens_thinking(line)
         guard = Guard(self.engine.tokenizer, self.tools, thinks, self.settings.max_repairs)
-        return guard if guard.catch_up(len(line.tokens), begun.tokens, self.engine.decode) else None
+        return guard if guard.catch_up(len(line.tokens), tokens, self.engine.decode) else None
+
+    def edited_reply(self, line: Line, turn: Turn, text: str) -> Turn:
+        """The reply to `line` with another raw text. Its tool calls are read again: with whole
+        ones it waits for their results, otherwise it may go on."""
+        edited = self.scribe.edit_reply(turn, text, turn.content)
+        answer = self.answer_text(line, edited.tokens)
+        edited = replace(edited, content=answer, finish_reason="edited", calls=())
+        guard = self._guard_of(line, edited.tokens) if self.tools else None
+        if guard is None or not guard.caught:
+            return edited
+        split = self.splitter(line)
+        pieces = [*split.push(guard.caught_text), *split.flush()]
+        answer = "".join(piece.text for piece in pieces if not piece.is_reasoning)
+        calls = tuple(call.openai() for call in guard.caught)
+        return replace(edited, content=answer, finish_reason="tool", calls=calls)
 
     def keep_guard(self, turn: Turn, guard: Guard | None) -> None:
         """Keep a reply's guard, in case that the reply goes on."""

@@ -119,6 +119,7 @@ class Guard:
 
     notices: things for the user to read (what is not checked, why there is no grammar).
     repairs: the number of "left" and "broken" steps so far.
+    caught, caught_text: the calls that closed in what `catch_up` took, and the text around them.
     """
 
     def __init__(
@@ -148,6 +149,8 @@ class Guard:
             "think": _hint(self._think[1]),
         }
         self._first = _State(mode="think" if think else "text")
+        self.caught: tuple[ParsedCall, ...] = ()
+        self.caught_text = ""
         self._base: int | None = None
         self._ids: list[int] = []
         self._ends: list[int] = []  # offset in the text after each token
@@ -216,12 +219,16 @@ class Guard:
 
     def catch_up(self, pos: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> bool:
         """Take a reply that was written before, from `pos` on, showing nothing of it. False where
-        a call in it does not fit the declared tools: then nobody can watch it from here on."""
+        a call in it does not fit the declared tools: then nobody can watch it from here on.
+        What closed in it is `caught`."""
         self._base = pos
+        self.caught, self.caught_text = (), ""
         detokenizer = Detokenizer(decode)
         for at, token in enumerate(tokens, pos):
-            if self.feed(at, token, detokenizer.push(token)).event in ("left", "broken"):
+            step = self.feed(at, token, detokenizer.push(token))
+            if step.event in ("left", "broken"):
                 return False
+            self.caught, self.caught_text = self.caught + step.calls, self.caught_text + step.emit
         self.finish("length")  # what was held back at its end was shown then
         return True
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ _GRACE_S = 0.2  # for output that is still in the pipe when the command has ende
 @dataclass(frozen=True)
 class ToolRun:
     """What a command gave: its output made printable, how it ended (None: killed), and what was
-    cut.
+    cut. cancelled: the user stopped it.
     """
 
     output: str
@@ -32,6 +33,7 @@ class ToolRun:
     timed_out: bool
     truncated: bool
     seconds: float
+    cancelled: bool = False
 
     @property
     def content(self) -> str:
@@ -47,11 +49,16 @@ class ToolRun:
 
 
 def run_tool(
-    tool: Tool, arguments_json: str, timeout_s: float = 30.0, max_bytes: int = 100_000
+    tool: Tool,
+    arguments_json: str,
+    timeout_s: float = 30.0,
+    max_bytes: int = 100_000,
+    cancel: Callable[[], bool] = lambda: False,
 ) -> ToolRun:
     """Run the tool's command without a shell, the arguments as JSON on its stdin.
 
-    stdout and stderr are read together, at most `max_bytes`; the process is killed at either limit.
+    stdout and stderr are read together, at most `max_bytes`; the process and what it started are
+    killed at either limit, and when `cancel()` turns true.
     Raises UsageError when the tool has no command or it cannot be started.
     """
     if tool.command is None:
@@ -69,27 +76,35 @@ def run_tool(
         raise UsageError(f"cannot run `{tool.command[0]}`: {error.strerror}") from error
     reader = _Reader(process, max_bytes)
     _write(process, arguments_json)
-    timed_out = not _wait_for(process, reader, begin + timeout_s)
-    killed = timed_out or reader.truncated
-    _kill(process)
+    try:
+        end = _wait_for(process, reader, begin + timeout_s, cancel)
+    finally:
+        _kill(process)
     reader.join(1.0)
     exit_code = process.wait()
     output = printable(bytes(reader.data[:max_bytes]))
     seconds = time.perf_counter() - begin
-    return ToolRun(output, None if killed else exit_code, timed_out, reader.truncated, seconds)
+    exit_code = None if end != "ended" or reader.truncated else exit_code
+    is_late, is_cancelled = end == "late", end == "cancelled"
+    return ToolRun(output, exit_code, is_late, reader.truncated, seconds, is_cancelled)
 
 
-def _wait_for(process: subprocess.Popen, reader: _Reader, deadline: float) -> bool:
-    """Whether the command ended, or said too much, in time; its leftovers are not waited for."""
+def _wait_for(
+    process: subprocess.Popen, reader: _Reader, deadline: float, cancel: Callable[[], bool]
+) -> str:
+    """Until the command "ended" or said too much; "late" or "cancelled" if that was before. What it
+    left behind is not waited for."""
     while process.poll() is None and not reader.truncated:
+        if cancel():
+            return "cancelled"
         if time.perf_counter() > deadline:
-            return False
+            return "late"
         if reader.is_alive():
             reader.join(_POLL_S)
         else:
             time.sleep(_POLL_S)
     reader.join(_GRACE_S)
-    return True
+    return "ended"
 
 
 class _Reader(threading.Thread):
