@@ -571,6 +571,29 @@ def test_a_stopped_command_leaves_its_call_waiting(calling, monkeypatch, capsys,
     check(calling)
 
 
+@pytest.mark.parametrize("printed", ["'word ' * 100_000", "'\\0' * 100_000"])
+def test_a_tool_that_prints_too_much(hybrid_folder, monkeypatch, capfd, printed):
+    """Guards: ten megabytes that fill the context or the input line, or a call that is lost."""
+    engine = talk.load(hybrid_folder, max_tokens=4)
+    chat = talk.chat(engine, "what time is it?")
+    engine.context_tokens = len(chat.line.tokens) + 400
+    command = (sys.executable, "-c", f"print({printed})")
+    chat.conversation.tools = [Tool("clock", "", {"type": "object"}, command)]
+    monkeypatch.setattr(chat.conversation, "guard", lambda line, begun: None)
+    last = replace(chat.line.turns[-1], finish_reason="tool", calls=(CALL,))
+    chat.conversation.transcript.say(chat.line.upto(1).plus(last))
+    chat.take("/run")
+    shown = capfd.readouterr().err
+    assert "Token indices" not in shown and not chat.draft
+    if not chat.conversation.open_calls:
+        assert "[output cut]" in chat.line.turns[2].content
+    else:
+        assert "context is full" in shown and "type a shorter result" in shown
+        chat.take("/skip")
+        assert not chat.conversation.open_calls
+    check(chat)
+
+
 @pytest.fixture
 def hermes(monkeypatch):
     """Tool calls as Hermes writes them, whatever the template says."""
@@ -656,7 +679,7 @@ def test_a_failing_model_leaves_the_chat_as_it_was(said, monkeypatch, capsys):
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(said.session, "step", fail)
+        patch.setattr(said.session, "next_token", fail)
         said.take("more")
     assert "out of memory" in capsys.readouterr().err
     assert said.line == before and said.draft == "more"

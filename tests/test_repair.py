@@ -195,6 +195,31 @@ def test_a_cut_call_goes_on_under_a_new_guard(name):
         assert events[-1].calls == last.calls
 
 
+@pytest.mark.parametrize("name", list(GOOD))
+def test_a_reply_cut_inside_a_marker_shows_no_half_of_it(name):
+    """Guards: `<tool_` on the screen, or prose like it lost, when a cut reply goes on; with the
+    guard that it had and with a new one."""
+    marker = FORMATS[name].start
+    for script, shown in (
+        ("Well. " + GOOD[name], "Well. "),
+        (f"A {marker[:3]} b. No", f"A {marker[:3]} b. No"),
+    ):
+        session, wrapper, _ = session_for(name, script, 1, chaos=0.0)
+        for cut in range(1, 6 + len(wrapper.encode(marker))):
+            session.sync(PROMPT)
+            guard = Guard(wrapper, TOOLS, resumable=True)
+            begun = list(session.stream(max_tokens=cut, guard=guard))
+            if begun[-1].finish_reason != "length":
+                continue
+            first = "".join(e.text for e in begun)
+            assert not first.rstrip().endswith((marker[:2], marker[:5]))
+            if cut % 2:
+                guard = Guard(wrapper, TOOLS, resumable=True)
+                assert guard.catch_up(len(PROMPT), session.tokens[len(PROMPT) :], wrapper.decode)
+            rest = session.stream(max_tokens=LENGTH, guard=guard, since=len(PROMPT))
+            assert first + "".join(e.text for e in rest) == shown
+
+
 def test_a_call_of_other_tools_cannot_be_watched():
     """Guards: a guard that takes up a call which its tools do not allow, and repairs the past."""
     wrapper = tokenizer("json_tools")

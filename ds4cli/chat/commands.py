@@ -300,7 +300,7 @@ def run_call(chat: Chat, argument: str) -> None:
     done = chat.run_tool(chat.next_call()["function"])
     if done is not None:
         terminal.note(done.content)
-        chat.give_result(done.content)
+        chat.give_output(done)
 
 
 @command("skip")

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ds4cli.tools import Tool, ToolRun
 
 HINT = "/help lists commands; Ctrl-D leaves"
+# Of a tool: at most this, and no more than half of what the context has room for (a token is about
+# four bytes of text).
+MAX_OUTPUT_BYTES = 100_000
 MAX_UNASKED = 20  # runs in a row: a model that calls for ever must not run for ever
 
 
@@ -218,15 +221,26 @@ class Chat:
         terminal.note(
             f"ran {function['name']}: {len(done.output):,} characters, {done.seconds:.1f} s{end}"
         )
-        self.give_result(done.content)
+        self.give_output(done)
+
+    def give_output(self, done: ToolRun) -> None:
+        """What a command gave is the result of its call."""
+        try:
+            self.give_result(done.content)
+        except UsageError as error:  # it does not fit, and is nothing to edit in the input line
+            self.draft = ""
+            hint = "type a shorter result, or /skip or /abort the call"
+            raise UsageError(error.message, hint) from None
 
     def run_tool(self, function: dict[str, Any]) -> ToolRun | None:
         """What the command of a called tool gives; None if the user stopped it."""
         from ds4cli.tools import run_tool
 
         tool = self.tool(function["name"])
+        room = self.conversation.room
+        most = MAX_OUTPUT_BYTES if room is None else min(MAX_OUTPUT_BYTES, max(256, 2 * room))
         with self.watching() as watch:
-            done = run_tool(tool, function["arguments"], cancel=watch.cancel)
+            done = run_tool(tool, function["arguments"], max_bytes=most, cancel=watch.cancel)
         if not done.cancelled:
             return done
         self.reader.was_interrupted = False

@@ -245,7 +245,8 @@ class Conversation:
         from ds4cli.tools import Guard
 
         thinks = self._opens_thinking(line)
-        guard = Guard(self.engine.tokenizer, self.tools, thinks, self.settings.max_repairs)
+        limit = self.settings.max_repairs
+        guard = Guard(self.engine.tokenizer, self.tools, thinks, limit, resumable=True)
         return guard if guard.catch_up(len(line.tokens), tokens, self.engine.decode) else None
 
     def edited_reply(self, line: Line, turn: Turn, text: str) -> Turn:
@@ -360,9 +361,10 @@ class _Reply:
         self._line = line
         self._begun = begun
         self._start = len(line.tokens)
-        self._split = owner.splitter(line)
-        self._split.push(owner.raw_text(begun))
         self._guard = owner.guard(line, begun)
+        waiting = "" if self._guard is None else self._guard.waiting  # comes with the next text
+        self._split = owner.splitter(line)
+        self._split.push(owner.raw_text(begun).removesuffix(waiting))
         self._answer = begun.content
         self._end = Turn("assistant", "", finish_reason="cancelled", attempt=begun.attempt)
 
@@ -424,7 +426,7 @@ def template_of(
         options["enable_thinking"] = settings.think
 
     def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False))
+        return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def render(messages: list[Message], add_generation_prompt: bool) -> str:
         return tokenizer.apply_chat_template(

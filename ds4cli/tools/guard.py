@@ -115,7 +115,8 @@ class _Matching:
 
 
 class Guard:
-    """One per reply. `tokenizer` is mlx-lm's wrapper; `think`: the prompt ends inside thinking.
+    """One per reply. `tokenizer` is mlx-lm's wrapper; `think`: the prompt ends inside thinking;
+    `resumable`: a reply that was cut may go on, so that what may begin a marker waits for that.
 
     notices: things for the user to read (what is not checked, why there is no grammar).
     repairs: the number of "left" and "broken" steps so far.
@@ -130,6 +131,7 @@ class Guard:
         max_repairs: int = 3,
         fmt: Format | None = None,
         use_grammar: bool = True,
+        resumable: bool = False,
     ) -> None:
         self.fmt = fmt or detect_format(tokenizer)
         if self.fmt is None:
@@ -138,6 +140,7 @@ class Guard:
             )
         self.tools = list(tools)
         self.max_repairs = max_repairs
+        self._resumable = resumable
         self.repairs = 0
         self.notices = [notice for tool in tools for notice in tool.notices]
         self._grammar = self._build_grammar(tokenizer) if use_grammar else None
@@ -195,6 +198,11 @@ class Guard:
         """The position before which no token can be taken back by a repair any more."""
         held = self._state.held
         return held[0][0] if held else self._end
+
+    @property
+    def waiting(self) -> str:
+        """Text that is not shown because it may be the beginning of a marker."""
+        return "" if self.is_open else "".join(piece for _, piece in self._state.held)
 
     @property
     def _state(self) -> _State:
@@ -427,7 +435,8 @@ class Guard:
         """The reply has ended for `reason`: "stop", "length", "cancelled" or "tool"."""
         state, self._out = self._state, []
         if state.mode != "call":
-            self._show(state.at, "".join(piece for _, piece in state.held))
+            if not (self._resumable and reason in ("length", "cancelled")):
+                self._show(state.at, self.waiting)
             found = self._calls_in_open_think(state) if reason == "stop" else ()
             return GuardEnd("".join(self._out), found)
         if reason == "tool":

@@ -156,5 +156,5 @@ def _escape(char: str) -> str:
 def encode_plain(tokenizer: Any, text: str) -> list[int]:
     """Tokens of `text` as data: what spells a special token stays text and cannot end a turn."""
     plain = getattr(tokenizer, "_tokenizer", tokenizer)
-    ids = plain.encode(text, add_special_tokens=False, split_special_tokens=True)
+    ids = plain.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
     return list(ids)
