@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import regex
+from test_tools_parse import BODIES
 from toolkit import EOS, TOOLS, tokenizer
 
 from ds4cli.tools import FORMATS, Guard
@@ -184,7 +185,7 @@ def test_repair_equals_masking_from_the_start(name, temp):
     """
     wrapper, fmt = tokenizer(name), FORMATS[name]
     repaired = closed = 0
-    for seed in range(6):
+    for seed in range(4):
         loop = Loop(wrapper, FakeModel(wrapper, BAD[name], seed), temp)
         expected = loop.masked(fmt)
         plain, repairs = loop.guarded(Guard(wrapper, TOOLS))
@@ -193,8 +194,27 @@ def test_repair_equals_masking_from_the_start(name, temp):
         assert drafted == expected
         repaired += repairs
         closed += loop._text(plain).endswith(fmt.end) or fmt.end in loop._text(plain)
-    assert repaired > 6, "the scripts must make the model err"
+    assert repaired > 4, "the scripts must make the model err"
     assert closed, "some call must have come to its end"
+
+
+# The fake model spells one character per byte, so no DeepSeek; others share its styles.
+OTHERS = [n for n, f in FORMATS.items() if n not in BAD and (f.start + f.end).isascii()]
+# A call's name is a part of what opens it: the reference masks only what follows that.
+NAME_OPENS = ("glm47", "laguna", "longcat")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_repair_equals_masking_in_every_format(name):
+    """Guards: a format whose repairs give other text than its grammar, with drafts or without."""
+    wrapper, fmt = tokenizer(name), FORMATS[name]
+    script = "x" + fmt.start + BODIES[name].replace("weather", "weathr").replace("city", "ciy")
+    loop = Loop(wrapper, FakeModel(wrapper, script + fmt.end, 1, chaos=0.0), 0.0)
+    plain, repairs = loop.guarded(Guard(wrapper, TOOLS))
+    drafted, _ = loop.guarded(Guard(wrapper, TOOLS), copying(plain, 1))
+    assert repairs and plain == drafted
+    if name not in NAME_OPENS and fmt.end:
+        assert plain == loop.masked(fmt)
 
 
 @pytest.mark.parametrize("name", list(GOOD))

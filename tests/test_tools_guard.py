@@ -103,12 +103,14 @@ def test_text_streams_and_only_a_possible_marker_waits():
 
 
 @pytest.mark.parametrize("start_inside", [False, True])
-def test_a_call_drafted_while_thinking_is_prose(start_inside):
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_a_call_drafted_while_thinking_is_prose(name, start_inside):
     """Prose in the think block executed, even twice."""
-    wrapper = tokenizer(think=True)
+    wrapper, call = tokenizer(name, think=True), text_of(name)
     guard = Guard(wrapper, TOOLS, think=start_inside)
-    thought = f"{'' if start_inside else '<think>'}I could {CALL} now.</think>"
-    steps = play(guard, wrapper, f"{thought}Ok {CALL}")
+    start, end = FORMATS[name].think or ("<think>", "</think>")
+    thought = f"{'' if start_inside else start}I could {call.removesuffix(EOS)} now.{end}"
+    steps = play(guard, wrapper, f"{thought}Ok {call}")
     assert events(steps) == ["open", "closed"]
     assert shown(steps) == f"{thought}Ok "
 
@@ -164,6 +166,20 @@ def test_a_cut_call_is_kept_for_continue():
     assert end.cut and not end.calls and end.raw.startswith("<tool_call>")
     steps = [guard.feed(pos, token, piece) for pos, (token, piece) in enumerate(fed[20:], 20)]
     assert events(steps) == ["closed"]
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_a_call_cut_anywhere_is_half_or_whole_and_goes_on(name):
+    """Half a call reported as a call; one that cannot be resumed, wherever it was cut."""
+    wrapper = wrapper_for(name)
+    guard, steps = Guard(wrapper, TOOLS, resumable=True), []
+    for pos, (token, piece) in enumerate(pieces(wrapper, encode(wrapper, text_of(name)))):
+        steps.append(guard.feed(pos, token, piece))
+        end = guard.finish("length" if pos % 2 else "cancelled")
+        assert end.emit == "" and end.cut == guard.is_open
+        assert all(call.arguments == '{"city": "Paris"}' for call in end.calls)
+        assert all("end marker" in call.notes[-1] for call in end.calls)
+    assert events(steps) == ["open", "closed"]
 
 
 def test_a_whole_call_whose_end_marker_was_cut_is_recovered():
@@ -270,14 +286,17 @@ def test_without_grammar_a_broken_call_is_tried_again_at_most_three_times():
     assert shown(steps) == broken + "!"
 
 
-def test_a_call_that_never_closes_is_refused_at_the_stop_token():
-    """DSML opened and never closed: the session stalls."""
-    wrapper = tokenizer("deepseek_v32")
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_a_call_that_never_closes_is_refused_at_the_stop_token(name):
+    """DSML opened and never closed: the session stalls. With a grammar it is not ended there."""
+    wrapper = wrapper_for(name)
+    text = text_of(name).partition("Paris")[0]
     guard = Guard(wrapper, TOOLS, use_grammar=False, max_repairs=0)
-    text = text_of("deepseek_v32")[:60]
     steps = play(guard, wrapper, text + EOS)
     assert events(steps) == ["open", "refused"]
     assert shown(steps) + guard.finish("stop").emit == text
+    steps = play(Guard(wrapper, TOOLS), wrapper, text + EOS)
+    assert events(steps) == ["open", "left"]
 
 
 @pytest.mark.parametrize("name", [n for n in FORMATS if FORMATS[n].end and n != "harmony"])
