@@ -24,6 +24,7 @@ from ds4cli.capabilities import Capabilities, survey
 from ds4cli.drafters import checkpoint
 from ds4cli.drafters.checkpoint import Head, HeadSource
 from ds4cli.drafters.costs import PriceList
+from ds4cli.drafters.length import Experience
 from ds4cli.errors import ModelError, UsageError
 from ds4cli.sampling import Sampler
 from ds4cli.session import Session
@@ -106,6 +107,7 @@ class Engine(Vocabulary):
         self.model = model
         self._draft = draft
         self._head = head
+        self.experience = Experience()
         if settings.kv_bits is not None:
             check_kv_bits(model, settings.kv_bits, settings.kv_group_size)
         self.notices += Armed.of(model).notices

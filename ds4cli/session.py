@@ -125,7 +125,7 @@ class Session:
         self.sampler = sampler
         self.drafter = drafter
         self.stats = Stats(drafter=drafter.name)
-        self.length = DraftLength(engine.settings)
+        self.length = DraftLength(engine.settings, engine.experience)
         self._timeline = timeline
         timeline.observer = drafter.observe if drafter.taps else None
         self._next: tuple[int, int, int] | None = None  # pos, attempt, the token picked for it

@@ -8,7 +8,7 @@ import pytest
 from ds4cli.drafters import Drafter
 from ds4cli.drafters.combined import CombinedDrafter
 from ds4cli.drafters.costs import SIZES
-from ds4cli.drafters.length import Chances, DraftLength
+from ds4cli.drafters.length import Chances, DraftLength, Experience
 from ds4cli.settings import Settings
 
 ROOM = 31
@@ -302,12 +302,12 @@ def test_a_rewind_forgets_open_proposals():
     guesser, length = Guesser(lambda _: 1.0), DraftLength(Settings())
     length.draft(guesser, range(10), 4)
     length.draft(guesser, [*range(10), 99, 98, 97, 96, 95], 4)  # nothing was observed between
-    assert all(not place._any._tried for place in length._places.values())
+    assert all(not place._any._tried for place in length._known._places.values())
 
 
 def test_chances_follow_what_is_seen():
     """The estimate of each depth must be the share that was right there, not of all guesses."""
-    chances, rng = Chances(0.5), random.Random(0)
+    chances, rng = Chances(0.5, 2), random.Random(0)
     for _ in range(400):
         chances.learn(4, 0 if rng.random() < 0.5 else 4)
     survival = chances.survival()
@@ -326,3 +326,27 @@ def test_never_below_097_of_plain(machine, right, is_free):
         length = c.controller(is_measured)
         assert 200 / c.run(201, length).seconds > 0.96
         assert 2000 / c.run(2001, length).seconds > 0.97
+
+
+def test_a_new_session_goes_by_what_earlier_ones_learnt():
+    """A reply of thirty tokens is over before a session of its own has learnt anything."""
+    known, guesser = Experience(), Guesser(lambda _: 0.0)
+    guesser.is_free = False
+    place = known.place(guesser, "prose")
+    for _ in range(8):
+        for chances in place.about(0):
+            chances.learn(2, 0)
+    place.begin_probe()  # what trying may cost was spent
+    for experience, wanted in ((known, False), (Experience(), True)):
+        length = DraftLength(Settings(), experience)
+        length.costs.use({0: 1.0, 1: 1.0, 33: 9.0})
+        assert bool(length.draft(guesser, range(9), 4)) == wanted
+
+
+def test_a_block_drafter_is_not_charged_by_length():
+    """A head that names all guesses in one pass was taken for eight times as dear as for one."""
+    known, guesser = Experience(), Guesser(lambda _: 0.0)
+    guesser.drafts_at_once = True
+    for _ in range(4):
+        known.observe_draft(guesser, 1, 2.0)
+    assert known.draft_seconds(guesser, 8) == known.draft_seconds(guesser, 1) > 1.5

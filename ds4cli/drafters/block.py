@@ -337,6 +337,9 @@ class BlockDrafter(Drafter):
     """Names the next tokens of one session with a head that it shares with others."""
 
     is_free = False
+    assumed_chance = 0.75  # heads are trained on their target
+    first_reach = 8
+    drafts_at_once = True
 
     def __init__(self, head: BlockHead, target: Target, sampler: Sampler):
         self._head, self._target, self._sampler = head, target, sampler

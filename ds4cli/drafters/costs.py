@@ -185,6 +185,9 @@ class CallCosts:
         self._listed_weight = MEASURED_WEIGHT
         self._off = Mean(COST_DECAY)
         self._prices = []
+        if not self.known:
+            self.plain.add(plain)
+            self.plain.weight /= 4
 
     @property
     def known(self) -> bool:
@@ -284,11 +287,9 @@ class DraftTimes:
         return self._n > 0
 
     def observe(self, length: int, seconds: float) -> None:
-        """The first draft is not counted: it reads a prompt, and compiles."""
+        """A draft of `length` took `seconds`."""
         self._tries += 1
-        if self._tries == 1:
-            return
-        if self._tries > 4:
+        if self._tries > 3:
             seconds = min(seconds, 2 * self.seconds(length))
         new = (1, length, seconds, length * length, length * seconds)
         old = (self._n, self._x, self._y, self._xx, self._xy)

@@ -32,7 +32,6 @@ LATER_WEIGHT = 16.0
 TAIL_WEIGHT = 8
 # Expected gain, in tokens a block, below which plain decoding is kept: less is within the noise.
 WORTHWHILE = 0.02
-FIRST_REACH = 2
 ENOUGH_TRIES = 6
 MAX_OPEN = 8
 # Blocks of a session until it is worth measuring what calls cost.
@@ -42,20 +41,26 @@ MEASURED_AFTER = 48
 class DraftLength:
     """Asks a drafter's parts for guesses and decides whose to feed, and how many.
 
-    costs: what calls cost; `costs.use` gives it a measured list. parked: blocks where guesses were
+    known: what earlier sessions learnt of the same drafters. costs: what calls cost; `costs.use`
+    gives it a measured list. parked: blocks where guesses were
     to be had and none was worth its row. source: the part whose guesses were last given. clock: to
     time the drafting by.
     """
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        settings: Settings,
+        known: Experience | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self.costs = CallCosts()
         self.parked = 0
         self.source = ""
         self._clock = clock
         self._mode = settings.speculate
         self._pinned = settings.num_draft_tokens
-        self._places: dict[tuple[str, str], _Place] = {}
-        self._times: dict[str, DraftTimes] = {}
+        self._known = known or Experience()
+        self._asked: set[str] = set()  # costly parts that gave a proposal here
         self._open: list[_Proposal] = []
         self._next_size = 0
         self._blocks = 0
@@ -141,7 +146,7 @@ class DraftLength:
 
     def _offer(self, part: Drafter, tokens: Sequence[int], room: int, region: str) -> _Offer | None:
         """What a part has to offer: a free one is asked, of a costly one all is expectation."""
-        place = self._place(part.name, region)
+        place = self._known.place(part, region)
         if not part.is_free:
             return self._valued(_Offer(part, place, place.chances, None), room)
         drafts = part.propose(tokens, room)
@@ -154,16 +159,16 @@ class DraftLength:
     def _valued(self, offer: _Offer, most: int) -> _Offer:
         """With the best number of guesses and what they gain; pinned: all, and how many hold."""
         if self._pinned is None:
-            times = self._time_of(offer.part) if offer.drafts is None else None
-            offer.k, offer.gain = self._best(offer.chances, most, times)
+            asked = offer.part if offer.drafts is None else None
+            offer.k, offer.gain = self._best(offer.chances, most, asked)
         else:
             alive = zip(offer.chances.survival(), range(most), strict=False)
             offer.k, offer.gain = most, sum(share for share, _ in alive)
         return offer
 
-    def _best(self, chances: Chances, most: int, times: DraftTimes | None) -> tuple[int, float]:
+    def _best(self, chances: Chances, most: int, asked: Drafter | None) -> tuple[int, float]:
         """The number of guesses with the largest expected gain over a plain token, and that gain
-        in tokens. times: what drafting them takes, if that is still to be done."""
+        in tokens. asked: whom they would be drafted by, if that is still to be done."""
         most = min(most, chances.reach)
         rate, plain = self.costs.rate, self.costs.plain.value or 1.0
         best, best_gain, kept = 0, WORTHWHILE, 0.0
@@ -172,8 +177,8 @@ class DraftLength:
                 break
             kept += alive
             price = self.costs.price(1 + k) - 1
-            if times is not None:
-                price += times.seconds(k) / plain
+            if asked is not None:
+                price += self._known.draft_seconds(asked, k) / plain
             gain = kept - rate * price
             if gain > best_gain:
                 best, best_gain = k, gain
@@ -185,14 +190,14 @@ class DraftLength:
         """Now and then a few guesses of a costly part that did not pay, ever more rarely."""
         for offer in offers if self.costs.known else ():
             if offer.drafts is None and offer.place.is_probe_due(self._probe_price(offer.part)):
-                offer.k, offer.is_probe = min(FIRST_REACH, room), True
+                offer.k, offer.is_probe = min(offer.part.first_reach, room), True
                 return offer
         self.parked += 1
         return None
 
     def _probe_price(self, part: Drafter) -> float:
-        drafting = self._time_of(part).seconds(FIRST_REACH) / self.costs.plain.value
-        return self.costs.rate * (self.costs.price(1 + FIRST_REACH) - 1 + drafting)
+        drafting = self._known.draft_seconds(part, part.first_reach) / self.costs.plain.value
+        return self.costs.rate * (self.costs.price(1 + part.first_reach) - 1 + drafting)
 
     def _give(self, offer: _Offer, tokens: Sequence[int]) -> list[int]:
         """The guesses to feed. A costly part is asked now, and how sure it is counts as well."""
@@ -212,17 +217,11 @@ class DraftLength:
         begin = self._clock()
         drafts = part.propose(tokens, n)
         took = self._clock() - begin
-        self._time_of(part).observe(n, took)
+        if part.name in self._asked:
+            self._known.observe_draft(part, n, took)
+        self._asked.add(part.name)  # a session's first draft reads its prompt: not counted
         self.costs.spend(took)
         return drafts
-
-    def _time_of(self, part: Drafter) -> DraftTimes:
-        return self._times.setdefault(part.name, DraftTimes())
-
-    def _place(self, name: str, region: str) -> _Place:
-        if (name, region) not in self._places:
-            self._places[name, region] = _Place()
-        return self._places[name, region]
 
     # -- learning from what followed ---------------------------------------------------------------
 
@@ -236,10 +235,40 @@ class DraftLength:
         """Learn from the proposals whose outcome `tokens` shows."""
         if len(tokens) != self._next_size:
             self._open = []  # the session went elsewhere: what follows here is not their outcome
-            for place in self._places.values():
-                place.move()
+            self._known.move()
         self._next_size = len(tokens)
         self._open = [proposal for proposal in self._open if not proposal.settle(tokens)]
+
+
+class Experience:
+    """What is known of drafters: how often they are right, by kind of text, and how long they take.
+
+    The sessions of an engine share it, so a short reply goes by what earlier ones showed.
+    """
+
+    def __init__(self):
+        self._places: dict[tuple[str, str], _Place] = {}
+        self._times: dict[str, DraftTimes] = {}
+
+    def place(self, part: Drafter, region: str) -> _Place:
+        if (part.name, region) not in self._places:
+            self._places[part.name, region] = _Place(part)
+        return self._places[part.name, region]
+
+    def draft_seconds(self, part: Drafter, length: int) -> float:
+        """Expected for a draft of `length`; 0 before anything is known."""
+        return self._times_of(part).seconds(1 if part.drafts_at_once else length)
+
+    def observe_draft(self, part: Drafter, length: int, seconds: float) -> None:
+        self._times_of(part).observe(1 if part.drafts_at_once else length, seconds)
+
+    def _times_of(self, part: Drafter) -> DraftTimes:
+        return self._times.setdefault(part.name, DraftTimes())
+
+    def move(self) -> None:
+        """The session went elsewhere, or another one goes on."""
+        for place in self._places.values():
+            place.move()
 
 
 class _Place:
@@ -250,10 +279,11 @@ class _Place:
     right. So chances are kept by either.
     """
 
-    def __init__(self):
-        self._any = Chances(ASSUMED_CHANCE[0])
+    def __init__(self, part: Drafter):
+        self._assumed, self._first_reach = part.assumed_chance, part.first_reach
+        self._any = Chances(self._assumed, self._first_reach)
         self._buckets: dict[tuple[str, int], Chances] = {}
-        self._heat, self._heat_pos = ASSUMED_CHANCE[0], 0
+        self._heat, self._heat_pos = self._assumed, 0
         self._credit, self._share = FIRST_CREDIT, MOST_PROBING
 
     @property
@@ -265,7 +295,7 @@ class _Place:
     @property
     def _felt(self) -> Chances:
         level = sum(self._heat >= h for h in HEATS)
-        return self._bucket("heat", level, ASSUMED_CHANCE[0])
+        return self._bucket("heat", level, self._assumed)
 
     def sure(self, confidence: int) -> Chances:
         """Of proposals that are about as sure as this."""
@@ -280,7 +310,7 @@ class _Place:
 
     def _bucket(self, kind: str, size: int, assumed: float) -> Chances:
         if (kind, size) not in self._buckets:
-            self._buckets[kind, size] = Chances(assumed)
+            self._buckets[kind, size] = Chances(assumed, self._first_reach)
         return self._buckets[kind, size]
 
     def feel(self, pos: int, right: bool) -> None:
@@ -356,11 +386,11 @@ class Chances:
     is found out cheaply.
     """
 
-    def __init__(self, assumed: float):
+    def __init__(self, assumed: float, reach: int):
         self._assumed = assumed
         self._right: list[float] = []
         self._tried: list[float] = []
-        self.reach = FIRST_REACH
+        self._first_reach = self.reach = reach
 
     @property
     def is_known(self) -> bool:
@@ -381,7 +411,7 @@ class Chances:
 
     def extend(self, right: int) -> None:
         """`right` guesses in a row were right; what comes after them is not known yet."""
-        self.reach = max(self.reach, FIRST_REACH + 2 * right)
+        self.reach = max(self.reach, self._first_reach + 2 * right)
 
     def fade(self) -> None:
         """What is known is old: let the next outcomes count for more."""
