@@ -337,7 +337,7 @@ class BlockDrafter(Drafter):
     """Names the next tokens of one session with a head that it shares with others."""
 
     is_free = False
-    assumed_chance = 0.75  # heads are trained on their target
+    assumed_chance = 0.8  # heads are trained on their target
     first_reach = 8
     drafts_at_once = True
 

@@ -24,7 +24,7 @@ MOST_PROBING, LEAST_PROBING, LESS_PROBING = 0.02, 0.002, 0.8
 HEAT_DECAY = 0.8
 HEATS = (0.4, 0.75)
 # What trying may cost, in tokens: at first, and at most where guesses were right of late.
-FIRST_CREDIT, MOST_CREDIT = 2.0, 4.0
+FIRST_CREDIT, MOST_CREDIT = 4.0, 5.0
 # Chance that a first guess is kept, before any was seen, by the bit length of the confidence.
 ASSUMED_CHANCE = (0.6, 0.15, 0.35, 0.6, 0.75, 0.85, 0.9)
 ASSUMED_WEIGHT = 2.0
@@ -248,11 +248,15 @@ class Experience:
 
     def __init__(self):
         self._places: dict[tuple[str, str], _Place] = {}
+        self._everywhere: dict[str, Chances] = {}
         self._times: dict[str, DraftTimes] = {}
 
     def place(self, part: Drafter, region: str) -> _Place:
+        """Of a part in one kind of text. A new one goes by how the part does in all others."""
         if (part.name, region) not in self._places:
-            self._places[part.name, region] = _Place(part)
+            fresh = Chances(part.assumed_chance, part.first_reach)
+            everywhere = self._everywhere.setdefault(part.name, fresh)
+            self._places[part.name, region] = _Place(part, everywhere)
         return self._places[part.name, region]
 
     def draft_seconds(self, part: Drafter, length: int) -> float:
@@ -279,9 +283,10 @@ class _Place:
     right. So chances are kept by either.
     """
 
-    def __init__(self, part: Drafter):
+    def __init__(self, part: Drafter, everywhere: Chances):
         self._assumed, self._first_reach = part.assumed_chance, part.first_reach
-        self._any = Chances(self._assumed, self._first_reach)
+        self._everywhere = everywhere
+        self._any = Chances(self._assumed, self._first_reach, everywhere)
         self._buckets: dict[tuple[str, int], Chances] = {}
         self._heat, self._heat_pos = self._assumed, 0
         self._credit, self._share = FIRST_CREDIT, MOST_PROBING
@@ -306,7 +311,7 @@ class _Place:
 
     def about(self, confidence: int) -> set[Chances]:
         """All that the outcome of such a proposal tells about."""
-        return {self._any, self._felt, self.sure(confidence)}
+        return {self._everywhere, self._any, self._felt, self.sure(confidence)}
 
     def _bucket(self, kind: str, size: int, assumed: float) -> Chances:
         if (kind, size) not in self._buckets:
@@ -383,11 +388,11 @@ class Chances:
     """How often the first, second, ... guess is right when all before it were: moving averages.
 
     reach: how many guesses are worth trying yet; twice what was ever right, so that a bad drafter
-    is found out cheaply.
+    is found out cheaply. prior: what to assume instead of `assumed`, once that is known.
     """
 
-    def __init__(self, assumed: float, reach: int):
-        self._assumed = assumed
+    def __init__(self, assumed: float, reach: int, prior: Chances | None = None):
+        self._assumed, self._prior = assumed, prior
         self._right: list[float] = []
         self._tried: list[float] = []
         self._first_reach = self.reach = reach
@@ -396,6 +401,11 @@ class Chances:
     def is_known(self) -> bool:
         """Whether enough was seen to go by."""
         return bool(self._tried) and self._tried[0] >= ENOUGH_TRIES
+
+    @property
+    def _start(self) -> float:
+        prior = self._prior
+        return next(prior.survival()) if prior is not None and prior.is_known else self._assumed
 
     def learn(self, proposed: int, right: int) -> None:
         """Of `proposed` guesses the first `right` were right."""
@@ -425,7 +435,7 @@ class Chances:
         What was seen of a guess is mixed with what was seen of all later ones: they are alike, and
         a product of many noisy numbers would be noisier than any.
         """
-        chance, alive = self._assumed, 1.0
+        chance, alive = self._start, 1.0
         right, tried = sum(self._right), sum(self._tried)
         for i, (own_right, own_tried) in enumerate(zip(self._right, self._tried, strict=True)):
             if i:

@@ -144,7 +144,7 @@ class MtpDrafter(Drafter):
 
     name = "mtp"
     is_free = False
-    assumed_chance = 0.75  # heads are trained on their target
+    assumed_chance = 0.8  # heads are trained on their target
 
     def __init__(self, head: MtpHead, target: Target, sampler: Sampler):
         self.taps = head.taps
