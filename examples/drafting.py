@@ -31,20 +31,21 @@ TOOLS = [
     tool("send_message", "Send a message.", ["recipient", "text"], recipient=TEXT, text=TEXT),
     tool("create_event", "Add to the calendar.", ["title"], title=TEXT, date=TEXT, minutes=NUMBER),
 ]
-CODE = """def load_orders(path, limit):
-    orders = []
-    with open(path) as file:
-        for line in file:
-            order = parse(line)
-            if order.total > limit:
-                orders.append(order)
-    return sorted(orders, key=lambda order: order.total)
+CODE = """def add(prices):
+    total = 0
+    for price in prices:
+        total += price
+    return total
 """
+RECORD = '{"name": "lamp", "color": "red", "price": 12, "rooms": ["kitchen", "garden"]}'
+STORY = (
+    "the small brown fox walks over the old bridge and looks at the green river near the village"
+)
 WORK = {
     "copy-edit": [
-        f"Replace the word `order` with `ticket` in this text and repeat the rest:\n{CODE}",
-        f"Rename `limit` to `least` in this code:\n{CODE}",
-        f"Repeat this text exactly:\n{CODE}",
+        f"Rename the variable `total` to `amount`:\n```python\n{CODE}```",
+        f'Change the value of "color" to "blue" in this JSON: {RECORD}',
+        f"Repeat this text: {STORY}",
     ],
     "tool calls": [
         "What is the weather in Paris?",
