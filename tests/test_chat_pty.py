@@ -267,7 +267,7 @@ def test_interrupts_at_many_moments(folder):
     options = "--session", "a", "--prefill-step-size", "16", "-n", "900", endless
     with Terminal(folder, *options) as term:
         term.ready()
-        for i in range(6):
+        for i in range(4):
             term.child.send(f"message {i} " + "and more of it " * 4 + "\r")
             term.child.expect_exact("\x1b[?2004l")
             time.sleep(moments.random() * 0.6)

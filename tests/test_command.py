@@ -55,7 +55,7 @@ def test_a_draft_model_changes_nothing(model_folder, hybrid_folder):
     """Guards: a draft of another architecture is refused, or changes the text."""
     args = ["-m", hybrid_folder, "-n", 30, "--json", "Hello"]
     drafted = json.loads(run(*args, "--draft-model", model_folder).stdout)
-    assert drafted["speculative"]["drafter"] == "model"
+    assert drafted["speculative"]["drafter"] == "ngram+model"
     assert drafted["text"] == json.loads(run(*args, "--drafter", "none").stdout)["text"]
 
 

@@ -66,7 +66,7 @@ def generate(session, n=LENGTH):
 )
 def test_output_does_not_depend_on_the_drafter(name, drafter, temp):
     """A wrongly rolled back layer, a stale draft state or a stray random draw changes the text."""
-    for k in (1, 3, 5, 8):
+    for k in (1, 3, 5, 8) if drafter in ("ngram", "self", "oracle") else (2, 5):
         session = make_session(name, drafter, temp, k)
         assert tuple(generate(session)) == truth(name, temp), k
         check(model(name), session)

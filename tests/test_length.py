@@ -149,8 +149,15 @@ def best_fixed(machine, text, is_free):
 # --- what it is for ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_free", [True, False], ids=["free", "costly"])
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    ("machine", "is_free"),
+    [
+        pytest.param(m, free, id=f"{m}-{'free' if free else 'costly'}", marks=marks)
+        for free, hard in ((True, {"linear", "kinked", "steps"}), (False, {"kinked", "linear"}))
+        for m in MACHINES
+        for marks in [() if m in hard else pytest.mark.slow]
+    ],
+)
 def test_regret_is_at_most_5_percent(machine, is_free):
     """A controller that is worse than one fixed length is worse than a flag: for each text the best
     length of that text, over the texts at most 5 % on average, and 6 % on any."""

@@ -263,7 +263,10 @@ def test_plain_kv_keeps_no_marks():
     assert t.rewind(5).source == "trim"
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text", "deepseek_v41"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "qwen3_next", "gemma3_text", pytest.param("deepseek_v41", marks=pytest.mark.slow)],
+)
 def test_nothing_leaks(name):
     """Hundreds of blocks, then a fresh start: memory is back, and arrays do not pile up."""
     t = timeline(name, horizon=32)
