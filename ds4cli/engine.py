@@ -26,7 +26,7 @@ from ds4cli.drafters.checkpoint import Head, HeadSource
 from ds4cli.drafters.costs import PriceList
 from ds4cli.drafters.length import Experience
 from ds4cli.errors import ModelError, UsageError
-from ds4cli.sampling import Sampler
+from ds4cli.sampling import Sampler, check_bias
 from ds4cli.session import Session
 from ds4cli.settings import Settings, cache_folder
 from ds4cli.tape import Recorder
@@ -139,7 +139,9 @@ class Engine(Vocabulary):
             draft_tokenizer = loading.tokenizer(draft_source)
             loading.check_same_tokenizer(tokenizer, draft_tokenizer, draft_source.name)
         context_tokens = _context(source, draft_source)
-        before_weights(Vocabulary(tokenizer, context_tokens))
+        vocabulary = Vocabulary(tokenizer, context_tokens)
+        check_bias(chosen, vocabulary.token_limit)
+        before_weights(vocabulary)
         weights, more = loading.weights(source, chosen.dtype)
         notices += more
         draft = None

@@ -160,15 +160,20 @@ def _top_k(rows: mx.array, k: int) -> mx.array:
     return apply_top_k(rows, k) if k < rows.shape[-1] else rows
 
 
-def _bias(settings: Settings, token_limit: int) -> mx.array | None:
-    """The logit bias as a row (token_limit,)."""
-    if not settings.logit_bias:
-        return None
+def check_bias(settings: Settings, token_limit: int) -> None:
+    """UsageError for a bias on a token that the model does not have."""
     beyond = [token for token in settings.logit_bias if token >= token_limit]
     if beyond:
         raise UsageError(
             f"`logit_bias` names token `{beyond[0]}`", f"this model has ids below {token_limit}"
         )
+
+
+def _bias(settings: Settings, token_limit: int) -> mx.array | None:
+    """The logit bias as a row (token_limit,)."""
+    if not settings.logit_bias:
+        return None
+    check_bias(settings, token_limit)
     changes = [(0, token, by) for token, by in settings.logit_bias.items()]
     return _add(mx.zeros((1, token_limit)), changes)[0]
 
