@@ -262,21 +262,20 @@ def _refuse_other_kind(wanted: str, kind: str, name: str) -> None:
 def _own_head(wanted: str, target: loading.Source) -> tuple[HeadSource | None, list[str]]:
     """The head in the target's own folder. In `auto`, one that does not fit gives a notice."""
     for kind in HEAD_ORDER if wanted == "auto" else (wanted,):
-        head = checkpoint.find(kind, target.name, target.folder, target.config)
-        if head is None:
-            continue
         try:
-            head.check(target.config)
+            head = checkpoint.find(kind, target.name, target.folder, target.config)
+            if head is not None:
+                head.check(target.config)
         except UsageError as error:
             if wanted != "auto":
                 raise
             return None, [f"drafting with ngram alone: {error}"]
-        return head, []
+        if head is not None:
+            return head, []
     if wanted == "auto":
         return None, []
-    raise UsageError(
-        f"`{target.name}` has no {wanted} head", "name one with `--draft-model`, or use `ngram`"
-    )
+    other = "" if wanted == "mtp" else "name one with `--draft-model`, or "
+    raise UsageError(f"`{target.name}` has no {wanted} head", f"{other}use `--drafter ngram`")
 
 
 def _load_head(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from ds4cli import Engine
+from ds4cli.drafters.checkpoint import kind_of
+from ds4cli.errors import DS4Error
 
 FOLDER = Path(__file__).parents[1] / "ds4cli" / "builtin"
 RECIPE = Path(__file__).parents[1] / "examples" / "builtin-model"
@@ -168,3 +171,40 @@ def prompt(engine: Engine, sample, think: bool) -> list[int]:
     if not think:
         messages = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]
     return engine.render(messages, tools=sample.tools, think=think)
+
+
+@pytest.fixture
+def headed(tmp_path):
+    """A copy of the built-in model, to damage its head."""
+    return Path(shutil.copytree(FOLDER, tmp_path / "model"))
+
+
+def damage_weights(folder):
+    path = folder / "dspark" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:60_000])
+
+
+def damage_config(folder):
+    (folder / "dspark" / "config.json").write_text('{"architectures": ["Qwen3DSp')
+
+
+def nonsense_in_config(folder):
+    path = folder / "dspark" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_attention_heads": 0}))
+
+
+@pytest.mark.parametrize("damage", [damage_weights, damage_config, nonsense_in_config])
+def test_a_broken_head_is_named_and_the_model_still_runs(headed, damage):
+    """A torn download of a head made its model unusable, with an error that named no file."""
+    damage(headed)
+    engine = Engine.load(headed)
+    assert engine.session().drafter.name == "ngram"
+    assert "dspark" in engine.notices[-1] + engine.notices[0]
+    with pytest.raises(DS4Error, match="dspark"):
+        Engine.load(headed, drafter="dspark")
+
+
+def test_an_odd_list_of_architectures_is_an_ordinary_model():
+    """`"architectures": null` in a draft model's config ended in a traceback."""
+    assert kind_of({"architectures": None, "model_type": "qwen3"}) is None
+    assert kind_of({"architectures": ["Qwen3DSparkModel"]}) == "dspark"

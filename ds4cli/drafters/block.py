@@ -202,9 +202,12 @@ class BlockHead(nn.Module):
 def _tensors(folder: Path) -> dict[str, mx.array]:
     weights: dict[str, mx.array] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        weights.update(mx.load(str(path)))
+        try:
+            weights.update(mx.load(str(path)))
+        except (RuntimeError, ValueError) as error:
+            raise ModelError(f"cannot read `{path}`: {error}") from None
     if not weights:
-        raise ModelError(f"`{folder.name}` has no weights (*.safetensors)")
+        raise ModelError(f"`{folder}` has no weights (*.safetensors)")
     weights = {name.removeprefix("model."): value for name, value in weights.items()}
     return {name: value for name, value in weights.items() if not name.startswith(UNREAD)}
 
@@ -234,7 +237,9 @@ def _fill(head: nn.Module, weights: dict[str, mx.array], quantization: dict, nam
         options = {key: quantization[key] for key in known if key in quantization}
         nn.quantize(head, **options, class_predicate=is_packed)
     ours = dict(tree_flatten(head.parameters()))
-    for problem, keys in (("lacks", ours.keys() - weights), ("has unknown", weights.keys() - ours)):
+    lacking, unknown = ours.keys() - weights, weights.keys() - ours
+    halves = {key.removesuffix(".biases") + ".scales" for key in unknown if key.endswith(".biases")}
+    for problem, keys in (("lacks", lacking | (halves - weights.keys())), ("has unknown", unknown)):
         if keys:
             raise ModelError(f"`{name}` {problem} tensor `{min(keys)}` ({len(keys)} in all)")
     for key, value in weights.items():

@@ -40,6 +40,9 @@ REFUSED = (
 CONFIDENCE_THRESHOLD = 0.1
 
 
+MOST_SLOTS = 64  # of a block; published heads have 5 to 16
+
+
 @dataclass(frozen=True)
 class BlockConfig:
     """What the code needs to know. vocab_size is the target's, draft_vocab_size the head's own.
@@ -146,6 +149,10 @@ def _check_ranges(head: BlockConfig, layers: int | None, name: str) -> None:
             f"`{name}` reads layer {beyond[0]} (`target_layer_ids`), the target has "
             f"{layers} layers, from 0 on"
         )
+    if not 2 <= head.block_size <= MOST_SLOTS:
+        raise UsageError(f"`{name}`: `block_size` is {head.block_size}, not 2 to {MOST_SLOTS}")
+    if any(window is not None and window < 1 for window in head.windows):
+        raise UsageError(f"`{name}`: `sliding_window` is less than 1")
     if not 0 <= head.mask_token_id < head.vocab_size:
         raise UsageError(
             f"`{name}`: `mask_token_id` is {head.mask_token_id}, `vocab_size` is {head.vocab_size}"

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from ds4cli.drafters import Drafter
 from ds4cli.drafters.target import Target
-from ds4cli.errors import UsageError
+from ds4cli.errors import ModelError, UsageError
 from ds4cli.sampling import Sampler
 
 # Kind -> its module, head class and drafter class.
@@ -24,6 +24,8 @@ KINDS = {
     "dflash": ("ds4cli.drafters.dflash", "DFlashHead", "DFlashDrafter"),
     "mtp": ("ds4cli.drafters.mtp", "MtpHead", "MtpDrafter"),
 }
+# What fields of the wrong type, and sizes that make no sense, raise somewhere in mlx or Python.
+NONSENSE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 # Heads that lie in a folder of their own, which may be a subfolder of the target's.
 OWN_FOLDER = ("dspark", "dflash")
 
@@ -39,13 +41,19 @@ class HeadSource:
 
     def check(self, target_config: dict[str, Any]) -> None:
         """UsageError, naming the field, if this head was made for another target."""
-        _part(self.kind, "check")(self.config, target_config, self.name)
+        try:
+            _part(self.kind, "check")(self.config, target_config, self.name)
+        except NONSENSE as error:
+            raise UsageError(f"cannot read the config of head `{self.name}`: {error!r}") from None
 
     def load(self, model: Any, dtype: mx.Dtype | None) -> Head:
         """The head with its weights evaluated. dtype: float32 to unpack and cast, None as stored.
         ModelError where it cannot run on this model."""
         target = Target(model)
-        module = _part(self.kind, KINDS[self.kind][1]).load(self.folder, target, dtype)
+        try:
+            module = _part(self.kind, KINDS[self.kind][1]).load(self.folder, target, dtype)
+        except NONSENSE as error:
+            raise ModelError(f"cannot load the head `{self.name}`: {error!r}") from None
         return Head(module, target, _part(self.kind, KINDS[self.kind][2]))
 
 
@@ -69,9 +77,10 @@ class Head:
 
 def kind_of(config: dict[str, Any]) -> str | None:
     """The kind of head that a config.json describes; None for an ordinary model."""
-    nested = config.get("dflash_config") or {}
-    names = [*config.get("architectures", []), config.get("model_type", "")]
-    names += [config.get("speculators_model_type", ""), nested.get("projector_type", "")]
+    nested = config.get("dflash_config")
+    keys = ("architectures", "model_type", "speculators_model_type")
+    names = [config.get(key) for key in keys]
+    names.append(nested.get("projector_type") if isinstance(nested, dict) else None)
     said = " ".join(map(str, names)).lower()
     found = next((kind for kind in OWN_FOLDER if kind in said), None)
     return found or ("dflash" if "dflash_config" in config else None)
@@ -95,6 +104,8 @@ def _in_subfolder(kind: str, name: str, folder: Path) -> HeadSource | None:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read `{path}`: {error}") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"`{path}` is not a table of settings")
     return HeadSource(kind, f"{name}/{kind}", path.parent, config)
 
 

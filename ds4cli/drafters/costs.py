@@ -51,6 +51,7 @@ class PriceList:
     path: Path | None = None
     seconds: dict[int, float] = field(default_factory=dict)
     took_s: float = 0.0
+    problem: str = ""  # why it could not be kept
 
     @classmethod
     def kept(cls, folder: Path, key: Mapping[str, str]) -> PriceList:
@@ -65,13 +66,14 @@ class PriceList:
         self.seconds = measure(timeline, sampler, tokens)
         self.took_s = time.perf_counter() - begin
         if self.path is not None:
-            _write(self.path, self.seconds)
+            self.problem = _write(self.path, self.seconds)
 
     @property
     def notice(self) -> str:
         """What to say of a list that was just measured."""
-        sizes = f"{len(self.seconds) - 1} sizes"
-        return f"measured what calls of {sizes} cost here, once, in {self.took_s:.1f} s"
+        took = f"{len(self.seconds) - 1} sizes cost here, once, in {self.took_s:.1f} s"
+        kept = f"; it cannot be kept: {self.problem}" if self.problem else ""
+        return f"measured what calls of {took}{kept}"
 
 
 def _read(path: Path) -> dict[int, float]:
@@ -85,16 +87,17 @@ def _read(path: Path) -> dict[int, float]:
     return seconds if usable and {0, 1} <= seconds.keys() else {}
 
 
-def _write(path: Path, seconds: Mapping[int, float]) -> None:
-    """Whole or not at all; where it cannot be written, the next run measures again."""
+def _write(path: Path, seconds: Mapping[int, float]) -> str:
+    """Whole or not at all; returns why it could not be, and then the next run measures again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(".json", ".ds4cli-", path.parent)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(seconds, file)
         os.replace(name, path)
-    except OSError:
-        return
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def measure(
