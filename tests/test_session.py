@@ -40,7 +40,10 @@ def drain(stream):
     return [t for event in stream for t in event.tokens]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n == "deepseek_v41" else ()) for n in FAMILIES],
+)
 def test_marks_of_plain_decoding_hold_the_state_of_their_position(name):
     """Plain decoding runs one call ahead: a mark taken then held the state of the next token."""
     session = session_of(name, prompt(10), horizon_tokens=4)

@@ -197,7 +197,10 @@ def test_short_of_budget_rows_go_first_and_one_token_is_fed(name):
     check(t)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n == "deepseek_v41" else ()) for n in HYBRIDS],
+)
 def test_going_back_far_costs_at_most_the_depth_plus_a_block(name):
     """The ladder's promise, in counted tokens and in one batched call."""
     t = timeline(name, horizon=32, chunk=512)
