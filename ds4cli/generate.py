@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ds4cli import blas, terminal
+from ds4cli import blas, reasoning, terminal
 from ds4cli.errors import ModelError, UsageError
 from ds4cli.reasoning import ReasoningSplitter, markers
 from ds4cli.settings import Settings
@@ -221,7 +221,7 @@ def prompt_tokens(vocabulary: Vocabulary, settings: Settings, request: Request) 
 def opens_thinking(engine: Engine, tokens: Sequence[int]) -> bool:
     """Whether the prompt ends inside a think section that its template opened."""
     start = None if engine.settings.raw else engine.tokenizer.think_start
-    return start is not None and engine.decode(tokens[-16:]).rstrip().endswith(start)
+    return reasoning.opens_thinking(engine.decode, tokens, start)
 
 
 def splitter(engine: Engine, inside: bool) -> ReasoningSplitter:

@@ -198,10 +198,16 @@ def is_float32(model: Any) -> bool:
 def _to_float32(model: Any, name: str) -> list[str]:
     if is_float32(model):
         return []
-    model.set_dtype(mx.float32)  # scales first, so that unpacking rounds nothing
-    dequantize_model(model)
+    unpack(model, mx.float32)
     gigabytes = 4 * sum(v.size for _, v in tree_flatten(model.parameters())) / 1e9
     return [f"`{name}`: weights held as float32 ({gigabytes:.1f} GB), the fast type here"]
+
+
+def unpack(module: Any, dtype: mx.Dtype) -> None:
+    """Hold all weights of a model or head as `dtype`, quantised ones too."""
+    module.set_dtype(dtype)  # scales first, so that unpacking rounds nothing
+    dequantize_model(module)
+    module.set_dtype(dtype)  # formats without scales of that type unpack to another
 
 
 def check_same_tokenizer(target: Any, draft: Any, draft_name: str) -> None:

@@ -6,8 +6,11 @@ reply whose prompt already opened it. A marker later on is prose: an answer may 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+MARKER_TOKENS = 16  # a marker and the white space behind it are no more
 
 # gpt-oss thinks in one channel and answers in another; a reply may begin with the answer.
 HARMONY = (
@@ -23,6 +26,13 @@ class Piece:
 
     text: str
     is_reasoning: bool
+
+
+def opens_thinking(
+    decode: Callable[[Sequence[int]], str], tokens: Sequence[int], start: str | None
+) -> bool:
+    """Whether a prompt ends inside a think section: with `start`, the marker that opens one."""
+    return start is not None and decode(tokens[-MARKER_TOKENS:]).rstrip().endswith(start)
 
 
 def markers(tokenizer: Any) -> tuple[str | None, str | None, str | None]:

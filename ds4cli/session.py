@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from ds4cli.drafters.length import DraftLength
 from ds4cli.errors import StateError, UsageError
+from ds4cli.reasoning import opens_thinking
 from ds4cli.reply import Reply, Taken
 from ds4cli.rewind import RewindPlan, RewindReport
 from ds4cli.sampling import Sampler, refuse_nan
@@ -389,12 +390,9 @@ class Session:
         start = getattr(self.engine.tokenizer, "think_start", None)
         if start is None:
             return None
-        tail = self._timeline.tokens[: self.pos - said][-16:]
-        return (
-            start,
-            self.engine.tokenizer.think_end,
-            self.engine.decode(tail).rstrip().endswith(start),
-        )
+        prompt = self._timeline.tokens[: self.pos - said]
+        is_open = opens_thinking(self.engine.decode, prompt, start)
+        return start, self.engine.tokenizer.think_end, is_open
 
     def _blocks(self, reply: Reply, end: int | None, cancel: Callable[[], bool]) -> Iterator[Event]:
         steps = self._steps(end)

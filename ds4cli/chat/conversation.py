@@ -19,7 +19,7 @@ from ds4cli import __version__, journal
 from ds4cli.dialogue import ChatTemplate, Message
 from ds4cli.errors import DS4Error, StateError, UsageError
 from ds4cli.journal import Journal
-from ds4cli.reasoning import Piece, ReasoningSplitter, markers
+from ds4cli.reasoning import Piece, ReasoningSplitter, markers, opens_thinking
 from ds4cli.rewind import RewindReport, common_prefix
 from ds4cli.settings import Settings
 from ds4cli.transcript import Line, Scribe, Transcript, Turn
@@ -226,8 +226,7 @@ class Conversation:
         return (None, None, None) if self.settings.raw else markers(self.engine.tokenizer)
 
     def _opens_thinking(self, line: Line) -> bool:
-        start = self.markers[0]
-        return start is not None and self.engine.decode(line.tokens[-16:]).rstrip().endswith(start)
+        return opens_thinking(self.engine.decode, line.tokens, self.markers[0])
 
     def guard(self, line: Line, begun: Turn) -> Guard | None:
         """What watches a reply for tool calls; a reply that goes on keeps the one it had."""

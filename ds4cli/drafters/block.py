@@ -20,12 +20,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
-from mlx_lm.utils import dequantize_model
 
 from ds4cli.drafters import Drafter
 from ds4cli.drafters.block_config import BlockConfig, read
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError
+from ds4cli.loading import unpack
 from ds4cli.sampling import Sampler
 
 STEP = 256  # rows by which the context buffer grows
@@ -141,8 +141,7 @@ class BlockHead(nn.Module):
         head._take_vocabulary(weights)
         _fill(head, weights, config.quantization, folder.name)
         if dtype is not None:
-            head.set_dtype(dtype)  # scales first, so that unpacking rounds nothing
-            dequantize_model(head)
+            unpack(head, dtype)
         mx.eval(head.parameters())
         return head
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ds4cli import loading
 from ds4cli.drafters import Drafter
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError, UsageError
@@ -95,18 +96,10 @@ def find(kind: str, name: str, folder: Path, config: dict[str, Any]) -> HeadSour
 
 
 def _in_subfolder(kind: str, name: str, folder: Path) -> HeadSource | None:
-    import json
-
-    path = folder / kind / "config.json"
-    if not path.exists():
+    if not (folder / kind / "config.json").exists():
         return None
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read `{path}`: {error}") from None
-    if not isinstance(config, dict):
-        raise UsageError(f"`{path}` is not a table of settings")
-    return HeadSource(kind, f"{name}/{kind}", path.parent, config)
+    found = loading.locate(str(folder / kind))
+    return HeadSource(kind, f"{name}/{kind}", found.folder, found.config)
 
 
 def _part(kind: str, name: str) -> Any:

@@ -25,8 +25,9 @@ HEAT_DECAY = 0.8
 HEATS = (0.4, 0.75)
 # What trying may cost, in tokens: at first, and at most where guesses were right of late.
 FIRST_CREDIT, MOST_CREDIT = 4.0, 5.0
-# Chance that a first guess is kept, before any was seen, by the bit length of the confidence.
-ASSUMED_CHANCE = (0.6, 0.15, 0.35, 0.6, 0.75, 0.85, 0.9)
+# Chance that a first guess is kept, before any was seen, by the bit length of the confidence, from
+# one bit on; a drafter that is not confident has its own `assumed_chance`.
+ASSUMED_CHANCE = (0.15, 0.35, 0.6, 0.75, 0.85, 0.9)
 ASSUMED_WEIGHT = 2.0
 LATER_WEIGHT = 16.0
 TAIL_WEIGHT = 8
@@ -42,9 +43,8 @@ class DraftLength:
     """Asks a drafter's parts for guesses and decides whose to feed, and how many.
 
     known: what earlier sessions learnt of the same drafters. costs: what calls cost; `costs.use`
-    gives it a measured list. parked: blocks where guesses were
-    to be had and none was worth its row. source: the part whose guesses were last given. clock: to
-    time the drafting by.
+    gives it a measured list. parked: blocks where guesses were to be had and none was worth its
+    row. source: the part whose guesses were last given. clock: to time the drafting by.
     """
 
     def __init__(
@@ -306,8 +306,8 @@ class _Place:
         """Of proposals that are about as sure as this."""
         if not confidence:
             return self.chances
-        size = min(confidence.bit_length(), len(ASSUMED_CHANCE) - 1)
-        return self._bucket("sure", size, ASSUMED_CHANCE[size])
+        size = min(confidence.bit_length(), len(ASSUMED_CHANCE))
+        return self._bucket("sure", size, ASSUMED_CHANCE[size - 1])
 
     def about(self, confidence: int) -> set[Chances]:
         """All that the outcome of such a proposal tells about."""

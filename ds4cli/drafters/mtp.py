@@ -23,12 +23,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
-from mlx_lm.utils import dequantize_model
 
 from ds4cli.drafters import Drafter, mtp_weights
 from ds4cli.drafters.rows import Rows
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError, UsageError
+from ds4cli.loading import unpack
 from ds4cli.rewind import common_prefix
 from ds4cli.sampling import Sampler
 
@@ -104,9 +104,7 @@ class MtpHead(nn.Module):
         head = cls(layer, target.hidden_size, eps, (target.num_layers - 1,))
         mtp_weights.fill(head, tensors, str(folder))
         if dtype is not None:
-            head.set_dtype(dtype)  # scales first, so that unpacking rounds nothing
-            dequantize_model(head)
-            head.set_dtype(dtype)
+            unpack(head, dtype)
         mx.eval(head.parameters())
         head.eval()
         return head

@@ -23,7 +23,7 @@ from rows import Recipe, held_out_rows, held_out_text, start_workers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
-from train import Muon, Store, load, rate_at, unpack
+from train import Muon, Store, carry_out, common_arguments, load, rate_at, unpack
 
 DISCOUNT = 0.9  # of a draft's loss against the draft before it: it counts only if that was right
 CONFIDENCE = 0.1  # weight of the confidence head's loss
@@ -232,39 +232,13 @@ def restore(heads: Heads, folder: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tokenizer", type=Path)
-    parser.add_argument("target", type=Path, help="float weights of the shipped model")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--start", type=Path, help="folder of an earlier run to continue from")
-    parser.add_argument("--seconds", type=float, default=540, help="wall clock, start to saving")
-    parser.add_argument("--config", default="{}", help="JSON: fields of heads.DsparkConfig")
+    parser = common_arguments(__doc__.splitlines()[0], "tokenizer", "target", "out")
+    parser.set_defaults(batch=32, text_share=0.05, prompt_weight=0.05, decay_from=0.4, report=60)
     parser.add_argument("--runs", type=int, default=4, help="of the MTP head in a chain")
     parser.add_argument("--anchors", type=int, default=192, help="chains a row")
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--held-out", type=int, default=16, help="rows of each group to report on")
-    parser.add_argument("--text-share", type=float, default=0.05)
-    parser.add_argument("--prompt-weight", type=float, default=0.05)
-    parser.add_argument("--muon-rate", type=float, default=0.02)
-    parser.add_argument("--adam-rate", type=float, default=0.003)
-    parser.add_argument("--decay-from", type=float, default=0.4)
-    parser.add_argument("--workers", type=int, default=13)
-    parser.add_argument("--store", type=int, default=32768, help="rows kept on the device")
-    parser.add_argument("--compile", action="store_true", help="compile on a CPU too (to try it)")
-    parser.add_argument("--report", type=float, default=60)
-    parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 
 
-def main() -> None:
-    args = arguments()
-    args.out.mkdir(parents=True, exist_ok=True)
-    run = Run(args)
-    run.go()
-    for worker in run.workers:
-        worker.kill()
-
-
 if __name__ == "__main__":
-    main()
+    carry_out(Run, arguments())
