@@ -90,14 +90,15 @@ class Horizon:
         self.segments: list[Segment] = []
         self.start_row: mx.array | None = None
         self._held_bytes = 0  # about `nbytes`: counting is dear, so only near the budget
-        self._row_bytes = self._base_bytes = 0  # of one row and one base, once known
+        self._bytes_of: dict[int, int] = {}  # of a segment by its rows, once known: all are alike
+        self._base_bytes = 0
         self._kept_base: int | None = None  # where the newest base is that stays; None: look
 
     def copy(self) -> Horizon:
         twin = Horizon(self.limit, self.spacing, self.budget_bytes)
         twin.segments, twin.start_row = list(self.segments), self.start_row
         twin._held_bytes, twin._kept_base = self._held_bytes, self._kept_base
-        twin._row_bytes, twin._base_bytes = self._row_bytes, self._base_bytes
+        twin._bytes_of, twin._base_bytes = self._bytes_of, self._base_bytes
         return twin
 
     @property
@@ -163,18 +164,17 @@ class Horizon:
         if not self.segments:
             self.start_row = row_before
         self._release_base()
-        self._measure(segment)
         for piece in self._pieces(segment):
             self.segments.append(piece)
-            self._held_bytes += piece.rows * self._row_bytes + self._base_bytes
+            self._held_bytes += self._bytes(piece)
         self._merge()
         self._trim()
 
-    def _measure(self, segment: Segment) -> None:
-        """Learn what a row and a base cost from the first segment: all are alike."""
-        if not self._row_bytes:
+    def _bytes(self, segment: Segment) -> int:
+        if segment.rows not in self._bytes_of:
+            self._bytes_of[segment.rows] = segment.nbytes
             self._base_bytes = slots_nbytes(segment.base or [])
-            self._row_bytes = -(-(segment.nbytes - self._base_bytes) // segment.rows)
+        return self._bytes_of[segment.rows]
 
     def _pieces(self, segment: Segment) -> Iterable[Segment]:
         """A long call in parts with a base each, so that no replay from here is long."""

@@ -68,21 +68,56 @@ class Tail(Track):
 
     grows: before `keep` rows were seen the slot is shorter, instead of filled up with zeros.
     time_axis: where the slot (not the track) has its rows.
+    lead: rows of history that stand in front of ours in `data`: cutting them off while recording
+    would be an operation per layer and call.
     """
 
     keep: int
     grows: bool = False
     time_axis: int = 1
+    lead: int = 0
+
+    @property
+    def comes_with_step(self) -> bool:
+        return self.lead > 0
+
+    @property
+    def rows(self) -> int:
+        return self.data[0].shape[1] - self.lead
+
+    def cut(self, start: int, stop: int) -> Track:
+        if start == 0 and stop == self.rows:
+            return self
+        return replace(self, data=(self._rows(start, stop),), lead=0)
+
+    @classmethod
+    def join(cls, tracks: Sequence[Tail]) -> Track:
+        """The history in front of a track is the rows of those before it, so few are needed."""
+        parts, left = [], sum(t.rows for t in tracks)
+        end = left
+        for t in reversed(tracks):
+            start = end - t.rows
+            if start < left:
+                first = max(-t.lead, -start)
+                parts.append(t._rows(first, left - start))
+                left = start + first
+            end = start
+        return replace(tracks[0], data=(_compact(parts[::-1]),), lead=0)
+
+    def _rows(self, start: int, stop: int) -> mx.array:
+        """Rows start .. stop; -lead .. 0 are the history."""
+        (x,) = self.data
+        start, stop = self.lead + start, self.lead + stop
+        return x if (start, stop) == (0, x.shape[1]) else x[:, start:stop]
 
     @classmethod
     def replay(cls, tracks, starts, rows):
         return [t._after(start, rows) for t, start in zip(tracks, starts, strict=True)]
 
     def _after(self, start: mx.array | None, rows: int) -> mx.array:
-        (x,) = self.data
         if rows >= self.keep:
-            return self._turned(mx.contiguous(x[:, rows - self.keep : rows]))
-        x = x[:, :rows]
+            return self._turned(mx.contiguous(self._rows(rows - self.keep, rows)))
+        x = self._rows(0, rows)
         if start is not None:
             x = mx.concatenate([self._turned(start), x], axis=1)
         elif not self.grows:

@@ -50,13 +50,13 @@ def _framed(cls: type) -> type:
 
 @cache
 def _recording(cls: type) -> type:
-    """Records the input (1, kernel - 1 + rows, channels) less the history in front of it."""
+    """Records the input (1, kernel - 1 + rows, channels), whose first rows are the history."""
 
     def __call__(self, x):
         frame = frames.current()
         if frame is not None:
             keep = self.weight.shape[1] - 1
-            frame.add(Tail((x[:, keep:],), keep))
+            frame.add(Tail((x,), keep, lead=keep))
         return cls.__call__(self, x)
 
     return derived(cls, __call__)
