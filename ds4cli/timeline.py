@@ -34,6 +34,8 @@ from ds4cli.tape import Recorder, Tape
 from ds4cli.taps import Taps
 
 DENSE_BASES = 4
+# Rows between the marks inside a long call, where recurrences hand out their state on the way.
+STOP_ROWS = 128
 # Cache kinds that never drop a row.
 EVERY_ROW = ("kv", "quantized kv", "concatenate")
 
@@ -121,8 +123,8 @@ class Timeline:
         self.counters = Counters()
         self.recording = True
         self._kv = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
-        self.tape_bytes_per_token = 0
         self._base_bytes = 0
+        self._dense = False  # whether many bases fit the budget
         self._logits_row_bytes = 0
         self._set_caches(build_caches(model, limits.slack_tokens, **self._kv))
         self._start_empty()
@@ -160,11 +162,17 @@ class Timeline:
     # -- forward: one model call ------------------------------------------------------------------
 
     def feed(
-        self, tokens: Sequence[int] | mx.array, *, record: bool = True, again: bool = False
+        self,
+        tokens: Sequence[int] | mx.array,
+        *,
+        record: bool = True,
+        stop_rows: int = 0,
+        again: bool = False,
     ) -> mx.array:
         """Open a block: one model call on `tokens`. Returns its logits rows (n, V), lazy.
 
         Nothing is published until `commit`. `record` False keeps no tape (early prefill chunks).
+        `stop_rows`: keep states inside the call on the tape, so many rows apart.
         `again`: these tokens stood here before, so what was held beyond them stays restorable.
         A second block may be opened on top of one that is not committed yet, on a token that is
         not known yet (an unevaluated int32 (1,)): so the graph of the next step is built while
@@ -176,7 +184,7 @@ class Timeline:
         try:
             for a in self.adapters:
                 a.before_write(same_rows=again)
-            logits, tape, hidden = self._call(tokens, record and self.recording)
+            logits, tape, hidden = self._call(tokens, record and self.recording, stop_rows)
         except BaseException:
             self._restore(holds)
             raise
@@ -185,13 +193,13 @@ class Timeline:
         return logits
 
     def _call(
-        self, tokens: Sequence[int] | mx.array, record: bool
+        self, tokens: Sequence[int] | mx.array, record: bool, stop_rows: int = 0
     ) -> tuple[mx.array, Tape | None, list[mx.array]]:
         self.counters.forwards += 1
         self.counters.fed_tokens += len(tokens)
         taped = record and self.recorder is not None and bool(self._recurrent)
         caches = [a.cache for a in self._recurrent]
-        recording = self.recorder.recording(caches) if taped else nullcontext()
+        recording = self.recorder.recording(caches, stop_rows) if taped else nullcontext()
         noting = self.taps.noting() if self.taps is not None else nullcontext([])
         with recording as tape, noting as hidden:
             logits = self.model(mx.array(tokens, mx.int32)[None], cache=self.caches)
@@ -253,9 +261,12 @@ class Timeline:
         if self._recurrent and block.tape is None:
             self._feed_head_again(block, rows)
             return
-        slots = block.tape.replay(block.slots, rows) if self._recurrent else []
+        self._stand(end, block.tape.replay(block.slots, rows) if self._recurrent else [])
+
+    def _stand(self, pos: int, slots: list) -> None:
+        """Bring the layers to `pos`: `slots` are those of the recurrent ones there."""
         for a in self._seekable:
-            a.seek(end)
+            a.seek(pos)
         for a, layer in zip(self._recurrent, slots, strict=True):
             a.restore(layer)
 
@@ -268,10 +279,11 @@ class Timeline:
     def _remember(self, block: _Block, rows: int, row_before: Any) -> None:
         if not self.recording:
             return
-        if self._recurrent and block.tape is None:
+        self._measure(block)
+        # A long feed's early calls: no tape, or one for the marks inside, and the last row only.
+        if self._recurrent and (block.tape is None or len(block.logits) < len(block.feed)):
             self.horizon.clear()
             return
-        self._measure(block)
         base = block.slots if self._recurrent else None
         segment = Segment(block.start, len(block.feed), block.tape, block.logits, base)
         if rows < len(block.feed):
@@ -280,14 +292,16 @@ class Timeline:
         if self.leaves_mark(0):
             self.mark("block")
 
+    @property
+    def tape_bytes_per_token(self) -> int:
+        return 0 if self.recorder is None else self.recorder.row_bytes
+
     def _measure(self, block: _Block) -> None:
-        """Learn the tape's bytes per row, and space the bases by what one base costs."""
-        if block.tape is not None and not self.tape_bytes_per_token:
-            self.tape_bytes_per_token = max(1, block.tape.nbytes // max(1, len(block.feed)))
+        """Space the bases by what one base costs."""
         if block.slots and not self._base_bytes:
             self._base_bytes = sum(x.nbytes for a in self._recurrent for x in a.arrays())
-            affordable = DENSE_BASES * self._base_bytes <= self.horizon.budget_bytes // 4
-            self.horizon.spacing = 64 if affordable else self.horizon.limit
+            self._dense = DENSE_BASES * self._base_bytes <= self.horizon.budget_bytes // 4
+            self.horizon.spacing = 64 if self._dense else self.horizon.limit
 
     def _forget_ahead(self) -> None:
         """The next write overwrites what lies beyond pos."""
@@ -312,14 +326,29 @@ class Timeline:
         if self.pos == 0 or not self.recording or self.can_cut:
             return
         self.abort()  # the layers of an open block stand beyond pos
+        self._add_mark(self.pos, kind, self.logits)
+
+    def _add_mark(self, pos: int, kind: str, row: mx.array | None) -> None:
+        """The layers stand at `pos`; `row` predicts the token there, if it is known."""
         payload = [a.frontier() for a in self.adapters]
         pairs = zip(self.adapters, payload, strict=True)
         arrays = [x for a, state in pairs for x in a.frontier_arrays(state)]
-        logits = None if self.logits is None else mx.contiguous(self.logits)
+        logits = None if row is None else mx.contiguous(row)
         mx.async_eval(arrays, [] if logits is None else logits)
         nbytes = sum(x.nbytes for x in arrays) + (0 if logits is None else logits.nbytes)
-        self.ladder.add(Frontier(self.pos, kind, payload, nbytes, logits), self.pos)
+        self.ladder.add(Frontier(pos, kind, payload, nbytes, logits), self.pos)
         self.ladder.thin(self.pos, max(0, self.limits.budget_bytes - self.horizon.nbytes))
+
+    def _mark_inside(self, block: _Block) -> None:
+        """Marks in the middle of the call that was just committed, where its tape has the states:
+        going back to before its end then replays a part of it only."""
+        holds = [a.hold() for a in self.adapters]
+        for rows in block.tape.stops():
+            pos = block.start + rows
+            if all(a.reach() <= pos for a in self._seekable):
+                self._stand(pos, block.tape.replay(block.slots, rows))
+                self._add_mark(pos, "chunk", None)
+        self._restore(holds)
 
     def kept_bytes(self) -> dict[str, int]:
         """Bytes kept alive for going back: "record" (part of the horizon), "horizon", "ladder"."""
@@ -453,10 +482,7 @@ class Timeline:
             base, tape, rows = self.horizon.path(pos)
             slots = tape.replay(base, rows) if rows else base
             mx.eval(slots)
-        for a in self._seekable:
-            a.seek(pos)
-        for a, layer in zip(self._recurrent, slots, strict=True):
-            a.restore(layer)
+        self._stand(pos, slots)
 
     def _restore_frontier(self, frontier: Frontier) -> None:
         for a, state in zip(self.adapters, frontier.payload, strict=True):
@@ -591,8 +617,19 @@ class Timeline:
 
     def _feed_chunk(self, tokens: Sequence[int], record: bool, again: bool) -> None:
         """One call of a feed: with its tape and all its rows, or with its last row only."""
+        stop_rows = self._stop_rows(len(tokens))
         with nullcontext() if record else heads.last_row():
-            logits = self.feed(tokens, record=record, again=again)
+            logits = self.feed(
+                tokens, record=record or stop_rows > 0, stop_rows=stop_rows, again=again
+            )
         self._logits_row_bytes = logits.shape[-1] * logits.dtype.size
         self.evaluate()
+        block = self._open[0]
         self.commit(len(tokens))
+        if stop_rows and block.tape is not None:
+            self._mark_inside(block)
+
+    def _stop_rows(self, rows: int) -> int:
+        """How far apart the marks inside a call may lie: 0 where they, or its tape, cost much."""
+        tape_bytes = rows * self.tape_bytes_per_token
+        return STOP_ROWS if self._dense and 0 < tape_bytes <= self.horizon.budget_bytes else 0

@@ -69,8 +69,8 @@ def fresh(model, *chunks):
     return caches
 
 
-def record(model, recorder, caches, tokens):
-    with recorder.recording(arrays_caches(caches)) as tape:
+def record(model, recorder, caches, tokens, stop_rows=0):
+    with recorder.recording(arrays_caches(caches), stop_rows) as tape:
         logits = model(tokens[None], cache=caches)
     mx.eval(logits, tape.arrays())
     return tape
@@ -141,6 +141,26 @@ def test_long_tapes_replay_in_parts(name):
     tape = record(model, recorder, caches, tiny.ids(75, 9))
     assert error(tape.replay(starts, 75), slots(caches)) < 2e-5
     assert error(tape.replay(starts, 41), slots(fresh(model, PROMPT, tiny.ids(75, 9)[:41]))) < 2e-5
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "kimi_linear"])
+def test_states_inside_a_call_are_those_of_its_rows(name, monkeypatch):
+    """A state kept on the way that belongs to another row, or is lost or moved by a cut or a join;
+    or one that is computed again although it is kept."""
+    model, text = tiny.build(name), tiny.ids(75, 9)
+    recorder = Recorder.arm(model)
+    caches = fresh(model, PROMPT)
+    starts = slots(caches)
+    tape = record(model, recorder, caches, text, stop_rows=32)
+    assert tape.stops() == [32, 64] and tape.tail(50).stops() == [7, 39]
+    parts = Tape.concat([tape.head(40), tape.tail(35)])
+    assert parts.stops() == [32, 64]
+    for rows in (31, 32, 33, 64, 70, 75):
+        want = slots(fresh(model, PROMPT, text[:rows]))
+        assert error(tape.replay(starts, rows), want) < 2e-5
+        assert error(parts.replay(starts, rows), want) < 2e-5
+    monkeypatch.setattr(delta, "final_state", None)
+    tape.replay(starts, 64)
 
 
 def test_self_check_accepts_every_family(armed):

@@ -221,6 +221,32 @@ def test_going_back_far_costs_at_most_the_depth_plus_a_block(name):
         check(t)
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5"])
+def test_marks_lie_inside_long_calls(name):
+    """Between the ends of two calls of a long prompt, half a call had to be read again."""
+    t = timeline(name, horizon=16, chunk=200)
+    t.sync(prompt(4))  # shows what a row costs
+    whole = prompt(504)
+    t.sync(whole)
+    marks = [f.pos for f in t.ladder.frontiers]
+    assert marks == [104, 232, 304, 432, 504]
+    for pos in (503, 432, 400, 303, 232, 150):
+        fed = t.counters.fed_tokens
+        assert t.rewind(pos).replayed == t.counters.fed_tokens - fed <= 128
+        check(t)
+        t.sync(whole)
+        check(t)
+
+
+def test_no_marks_inside_calls_that_they_would_not_pay_for():
+    """States, or a tape, that fill the budget push out the marks at turns."""
+    t = timeline("qwen3_next", horizon=16, chunk=200)
+    t.sync(prompt(4))
+    t.horizon.budget_bytes = 100 * t.recorder.row_bytes
+    t.sync(prompt(504))
+    assert [f.pos for f in t.ladder.frontiers] == [21, 221, 421, 504]
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_rows_of_long_feeds_are_not_mistaken_for_each_other(name):
     """Early calls of a feed keep one row: going back into them took the row of another position."""

@@ -19,10 +19,14 @@ from ds4cli.tape.tracks import Track
 
 
 class Log:
-    """The tracks that one ArraysCache collects, per slot, in the order of the model calls."""
+    """The tracks that one ArraysCache collects, per slot, in the order of the model calls.
 
-    def __init__(self, cache: ArraysCache):
+    stop_rows: keep the state after every so many rows of a call, where that costs nothing; 0: none.
+    """
+
+    def __init__(self, cache: ArraysCache, stop_rows: int):
         self.cache = cache
+        self.stop_rows = stop_rows
         self.slots: list[list[Track]] = [[] for _ in cache.cache]
 
 
@@ -42,6 +46,10 @@ class Frame:
     @property
     def cache(self) -> ArraysCache:
         return self._log.cache
+
+    @property
+    def stop_rows(self) -> int:
+        return self._log.stop_rows
 
     def add(self, track: Track) -> None:
         """Record rows for the next slot in call order (convolutions come before their state)."""
@@ -73,9 +81,9 @@ def recording() -> bool:
 
 
 @contextmanager
-def logging(caches: list[ArraysCache]) -> Iterator[list[Log]]:
+def logging(caches: list[ArraysCache], stop_rows: int) -> Iterator[list[Log]]:
     """Record the rows of these caches in this context, beside whatever is recorded already."""
-    logs = [Log(c) for c in caches]
+    logs = [Log(c, stop_rows) for c in caches]
     token = _logs.set({**(_logs.get() or {}), **{id(log.cache): log for log in logs}})
     try:
         yield logs

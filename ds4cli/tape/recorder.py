@@ -20,10 +20,12 @@ class Recorder:
     """A model whose recurrent modules can record. Make one with `arm`.
 
     families: names of the recurrences found, for people; empty for a model without any.
+    row_bytes: what a row of tape takes, all layers together; 0 until a tape was made.
     """
 
     def __init__(self, families: list[str], swaps: Swaps):
         self.families = families
+        self.row_bytes = 0
         self._swaps = swaps
 
     @classmethod
@@ -56,12 +58,16 @@ class Recorder:
         self.families = []
 
     @contextmanager
-    def recording(self, caches: list[ArraysCache]) -> Iterator[Tape]:
-        """Record the model calls of this context on `caches`. The tape is complete on exit."""
+    def recording(self, caches: list[ArraysCache], stop_rows: int = 0) -> Iterator[Tape]:
+        """Record the model calls of this context on `caches`. The tape is complete on exit.
+
+        stop_rows: recurrences that can, leave the state after every so many rows on the tape.
+        """
         tape = Tape()
-        with frames.logging(caches) as logs:
+        with frames.logging(caches, stop_rows) as logs:
             yield tape
         tape.fill(logs)
+        self.row_bytes = self.row_bytes or tape.row_bytes
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:

@@ -45,6 +45,17 @@ class Tape:
     def nbytes(self) -> int:
         return sum(x.nbytes for x in self.arrays())
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of all layers, 0 on an empty tape."""
+        return sum(x.nbytes // max(1, x.shape[1]) for x in self.arrays())
+
+    def stops(self) -> list[int]:
+        """Rows after which every state is on the tape, so that `replay` computes none."""
+        tracks = [t.stops() for tracks in self._layers for t in tracks]
+        known = [set(stops) for stops in tracks if stops is not None]
+        return sorted(set.intersection(*known)) if known else []
+
     def head(self, n: int) -> Tape:
         """The first `n` rows (views)."""
         return self._cut(0, n)

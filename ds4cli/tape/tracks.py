@@ -44,11 +44,15 @@ class Track:
         """Tracks with equal keys are replayed as one batch. Default: alone."""
         return id(self)
 
+    def stops(self) -> Sequence[int] | None:
+        """Numbers of rows that need no computing to replay; None: any."""
+        return ()
+
     @classmethod
-    def stack(cls, tracks: Sequence[Track], rows: int) -> list[mx.array]:
-        """The first rows of several tracks as one batch: each input (tracks, rows, ...)."""
+    def stack(cls, tracks: Sequence[Track], rows: int, start: int = 0) -> list[mx.array]:
+        """Rows start .. rows of several tracks as one batch: each input (tracks, rows, ...)."""
         columns = zip(*(t.data for t in tracks), strict=True)
-        return [mx.concatenate([x[:, :rows] for x in column]) for column in columns]
+        return [mx.concatenate([x[:, start:rows] for x in column]) for column in columns]
 
     @classmethod
     def replay(
@@ -110,6 +114,9 @@ class Tail(Track):
         start, stop = self.lead + start, self.lead + stop
         return x if (start, stop) == (0, x.shape[1]) else x[:, start:stop]
 
+    def stops(self) -> None:
+        return None
+
     @classmethod
     def replay(cls, tracks, starts, rows):
         return [t._after(start, rows) for t, start in zip(tracks, starts, strict=True)]
@@ -131,6 +138,9 @@ class Tail(Track):
 @dataclass(frozen=True)
 class States(Track):
     """Rows that are the states themselves: the slot after n rows is row n - 1."""
+
+    def stops(self) -> None:
+        return None
 
     @classmethod
     def replay(cls, tracks, starts, rows):

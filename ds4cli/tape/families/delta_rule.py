@@ -8,8 +8,9 @@ outputs, so it is not kept. Layers of one shape are replayed as one batch by `ds
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, wraps
+from itertools import accumulate
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,17 +26,40 @@ name = "gated delta"
 
 @dataclass(frozen=True)
 class DeltaRows(Track):
-    """data: k (1, T, Hk, Dk), v (1, T, Hv, Dv), g (1, T, Hv[, Dk]), beta (1, T, Hv)."""
+    """data: k (1, T, Hk, Dk), v (1, T, Hv, Dv), g (1, T, Hv[, Dk]), beta (1, T, Hv).
+
+    states: (rows, the state (1, Hv, Dv, Dk) after so many rows), kept as the call went through it.
+    """
+
+    states: tuple[tuple[int, mx.array], ...] = ()
 
     comes_with_step = True
 
+    def stops(self):
+        return [rows for rows, _ in self.states]
+
+    def cut(self, start, stop):
+        kept = tuple((rows - start, s) for rows, s in self.states if start < rows <= stop)
+        return replace(super().cut(start, stop), states=kept)
+
+    @classmethod
+    def join(cls, tracks):
+        ends = accumulate((t.rows for t in tracks), initial=0)
+        states = ((end + r, s) for t, end in zip(tracks, ends, strict=False) for r, s in t.states)
+        return replace(super().join(tracks), states=tuple(states))
+
     def key(self, start):
-        return *(x.shape for x in self.data), start is None
+        return *(x.shape for x in self.data), start is None, *self.stops()
 
     @classmethod
     def replay(cls, tracks, starts, rows):
+        stop = max((s for s in tracks[0].stops() if s <= rows), default=0)
+        if stop:
+            starts = [dict(t.states)[stop] for t in tracks]
+        if stop == rows:
+            return starts
         state = None if starts[0] is None else mx.concatenate(starts)
-        return mx.split(delta.final_state(*cls.stack(tracks, rows), state), len(tracks))
+        return mx.split(delta.final_state(*cls.stack(tracks, rows, stop), state), len(tracks))
 
 
 def owns(module: nn.Module) -> bool:
@@ -64,13 +88,31 @@ def _recorded_update(update: Callable) -> Callable:
 
 def _recorded(recurrence: Callable) -> Callable:
     @wraps(recurrence)
-    def record(q, k, v, g, beta, *args, **kwargs):
+    def record(q, k, v, g, beta, state=None, mask=None):
         frame = frames.current()
-        if frame is not None:
-            frame.add_state(DeltaRows((k, v, g, beta)))
-        return recurrence(q, k, v, g, beta, *args, **kwargs)
+        if frame is None:
+            return recurrence(q, k, v, g, beta, state, mask)
+        data, size = (k, v, g, beta), frame.stop_rows
+        if mask is not None or not 0 < size < k.shape[1]:
+            frame.add_state(DeltaRows(data))
+            return recurrence(q, k, v, g, beta, state, mask)
+        y, states = _in_pieces(recurrence, (q, *data), state, size)
+        frame.add_state(DeltaRows(data, tuple(states[:-1])))
+        return y, states[-1][1]
 
     return record
+
+
+def _in_pieces(
+    recurrence: Callable, data: tuple[mx.array, ...], state: mx.array | None, size: int
+) -> tuple[mx.array, list[tuple[int, mx.array]]]:
+    """All outputs, and the states after every `size` rows and the last, with their row numbers."""
+    ys, states, total = [], [], data[0].shape[1]
+    for start in range(0, total, size):
+        y, state = recurrence(*(x[:, start : start + size] for x in data), state, None)
+        ys.append(y)
+        states.append((min(start + size, total), state))
+    return mx.concatenate(ys, axis=1), states
 
 
 def _never_compiled(cls: type) -> type:
