@@ -9,6 +9,7 @@ never depends on any of it. No mlx.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,13 @@ from ds4cli.drafters.costs import CallCosts, DraftTimes
 from ds4cli.settings import Settings
 
 CHANCE_DECAY = 0.97
+# The same for what was not reached: an old verdict on later guesses must not keep them from trial.
+UNSEEN_DECAY = 0.99
+# Standard deviations that a first guess is taken to be better than what was seen of it: parking
+# after a little bad luck ends what would show the mistake.
+OPTIMISM = 0.45
 # Share of the time spent on trying a costly drafter that does not pay: less after each try in vain.
-MOST_PROBING, LEAST_PROBING, LESS_PROBING = 0.02, 0.002, 0.8
+MOST_PROBING, LEAST_PROBING, LESS_PROBING = 0.02, 0.002, 0.9
 # How much the luck of a guess still counts after the next one, and where cold, warm, hot begin.
 HEAT_DECAY = 0.8
 HEATS = (0.4, 0.75)
@@ -417,6 +423,9 @@ class Chances:
         for i in range(tried):
             self._tried[i] = self._tried[i] * CHANCE_DECAY + 1
             self._right[i] = self._right[i] * CHANCE_DECAY + (i < right)
+        for i in range(tried, len(self._tried)):
+            self._tried[i] *= UNSEEN_DECAY
+            self._right[i] *= UNSEEN_DECAY
         self.extend(right)
 
     def extend(self, right: int) -> None:
@@ -442,9 +451,16 @@ class Chances:
                 chance = (right + TAIL_WEIGHT * chance) / (tried + TAIL_WEIGHT)
             weight = LATER_WEIGHT if i else ASSUMED_WEIGHT
             chance = (own_right + weight * chance) / (own_tried + weight)
+            if not i:
+                chance = _hopeful(chance, own_tried + weight)
             right, tried = right - own_right, tried - own_tried
             alive *= chance
             yield alive
         while True:
             alive *= chance
             yield alive
+
+
+def _hopeful(chance: float, tries: float) -> float:
+    """At the upper end of what so many tries leave open."""
+    return min(1.0, chance + OPTIMISM * math.sqrt(max(0.0, chance * (1 - chance)) / tries))
