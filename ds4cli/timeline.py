@@ -123,8 +123,6 @@ class Timeline:
         self.counters = Counters()
         self.recording = True
         self._kv = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
-        self._base_bytes = 0
-        self._dense = False  # whether many bases fit the budget
         self._logits_row_bytes = 0
         self._set_caches(build_caches(model, limits.slack_tokens, **self._kv))
         self._start_empty()
@@ -279,7 +277,7 @@ class Timeline:
     def _remember(self, block: _Block, rows: int, row_before: Any) -> None:
         if not self.recording:
             return
-        self._measure(block)
+        self.horizon.spacing = 64 if self._is_dense else self.horizon.limit
         # A long feed's early calls: no tape, or one for the marks inside, and the last row only.
         if self._recurrent and (block.tape is None or len(block.logits) < len(block.feed)):
             self.horizon.clear()
@@ -296,12 +294,14 @@ class Timeline:
     def tape_bytes_per_token(self) -> int:
         return 0 if self.recorder is None else self.recorder.row_bytes
 
-    def _measure(self, block: _Block) -> None:
-        """Space the bases by what one base costs."""
-        if block.slots and not self._base_bytes:
-            self._base_bytes = sum(x.nbytes for a in self._recurrent for x in a.arrays())
-            self._dense = DENSE_BASES * self._base_bytes <= self.horizon.budget_bytes // 4
-            self.horizon.spacing = 64 if self._dense else self.horizon.limit
+    @property
+    def _base_bytes(self) -> int:
+        return 0 if self.recorder is None else self.recorder.state_bytes
+
+    @property
+    def _is_dense(self) -> bool:
+        """Whether many bases fit the budget."""
+        return DENSE_BASES * self._base_bytes <= self.horizon.budget_bytes // 4
 
     def _forget_ahead(self) -> None:
         """The next write overwrites what lies beyond pos."""
@@ -632,4 +632,5 @@ class Timeline:
     def _stop_rows(self, rows: int) -> int:
         """How far apart the marks inside a call may lie: 0 where they, or its tape, cost much."""
         tape_bytes = rows * self.tape_bytes_per_token
-        return STOP_ROWS if self._dense and 0 < tape_bytes <= self.horizon.budget_bytes else 0
+        affordable = 0 < tape_bytes <= self.horizon.budget_bytes
+        return STOP_ROWS if affordable and self._is_dense else 0

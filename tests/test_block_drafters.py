@@ -15,6 +15,7 @@ from tiny import V, build, ids
 from ds4cli.drafters import block, dflash, dspark
 from ds4cli.drafters.block import BlockHead
 from ds4cli.drafters.block_config import read
+from ds4cli.drafters.checkpoint import HeadSource
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError, UsageError
 from ds4cli.sampling import Sampler
@@ -488,6 +489,14 @@ def test_a_tensor_that_does_not_belong_is_named(change, named, target, tmp_path)
         dspark.DSparkHead.load(tmp_path / "h", target, None)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_named(value, target, tmp_path):
+    """A damaged head that guesses nothing right, for a reason nobody is told."""
+    checkpoint(tmp_path / "h", DSPARK, target, **{"norm.weight": mx.full((H,), value)})
+    with pytest.raises(ModelError, match=r"norm\.weight.*no numbers"):
+        HeadSource("dspark", "h", tmp_path / "h", DSPARK).load(target.model, None)
+
+
 def test_a_vocabulary_of_its_own_needs_its_table(target, tmp_path):
     """Draft ids taken for the target's."""
     weights = checkpoint(tmp_path / "h", SPECULATORS, target, ("lm_head",))
@@ -516,6 +525,8 @@ def test_a_head_shared_with_the_target_must_prove_itself(tmp_path):
         ({**DSPARK, "vocab_size": 99}, r"vocab_size.* 99.* 97"),
         ({**DSPARK, "target_layer_ids": [1, 4]}, r"layer 4 .*target_layer_ids"),
         ({**DSPARK, "target_layer_ids": [-1, 2]}, r"layer -1 .*target_layer_ids"),
+        ({**DSPARK, "target_layer_ids": [2, 2]}, r"twice.*target_layer_ids"),
+        ({**DSPARK, "tie_word_embeddings": "false"}, r"tie_word_embeddings.*not true or false"),
         ({**DSPARK, "mask_token_id": 500}, "mask_token_id"),
         ({k: v for k, v in DSPARK.items() if k != "block_size"}, "block_size"),
         ({**DSPARK, "markov_head_type": "cubic"}, "markov_head_type"),

@@ -101,7 +101,7 @@ def read(config: Mapping[str, Any], kind: str, name: str) -> BlockConfig:
         num_key_value_heads=flat.integer("num_key_value_heads", heads),
         head_dim=flat.integer("head_dim", flat.integer("hidden_size") // heads),
         rms_norm_eps=float(flat.get("rms_norm_eps", 1e-6)),
-        attention_bias=bool(flat.get("attention_bias", False)),
+        attention_bias=flat.flag("attention_bias"),
         vocab_size=vocab,
         draft_vocab_size=flat.integer("draft_vocab_size", vocab),
         block_size=flat.integer("block_size"),
@@ -111,7 +111,7 @@ def read(config: Mapping[str, Any], kind: str, name: str) -> BlockConfig:
         first_slot=_first_slot(config, flat, kind),
         num_target_layers=flat.get("num_target_layers"),
         max_position_embeddings=flat.get("max_position_embeddings"),
-        tie_word_embeddings=bool(flat.get("tie_word_embeddings", False)),
+        tie_word_embeddings=flat.flag("tie_word_embeddings"),
         quantization=dict(config.get("quantization") or config.get("quantization_config") or {}),
         **_rope(flat),
         **(_markov(config, flat) if kind == "dspark" else {}),
@@ -176,6 +176,15 @@ class _Fields:
             raise UsageError(f"`{self.name}` is no head that ds4cli knows: `{key}` {said}")
         return found
 
+    def flag(self, key: str, default: bool = False) -> bool:
+        found = self.get(key, default)
+        if not isinstance(found, bool):
+            raise UsageError(
+                f"`{self.name}` is no head that ds4cli knows: `{key}` is `{found}`, not true or "
+                "false"
+            )
+        return found
+
     def refuse(self, key: str, value: Any) -> UsageError:
         return UsageError(
             f"`{self.name}` has `{key}` = `{value}`, which ds4cli does not implement",
@@ -216,14 +225,17 @@ def _taps(flat: _Fields) -> tuple[int, ...]:
     if not isinstance(found, (list, tuple)) or not found:
         said = "is missing" if found is None else f"is `{found}`"
         raise UsageError(f"`{flat.name}` names no layers to read: `target_layer_ids` {said}")
-    return tuple(int(i) for i in found)
+    taps = tuple(int(i) for i in found)
+    if len(set(taps)) < len(taps):
+        raise UsageError(f"`{flat.name}` reads a layer twice: `target_layer_ids` is `{found}`")
+    return taps
 
 
 def _windows(flat: _Fields, is_speculators: bool) -> tuple[int | None, ...]:
     layers = flat.integer("num_hidden_layers")
     kinds = flat.get("layer_types")
     if not kinds:
-        if flat.get("use_sliding_window"):
+        if flat.flag("use_sliding_window"):
             raise flat.refuse("use_sliding_window", "true without layer_types")
         return (None,) * layers
     for kind in kinds:
@@ -233,16 +245,15 @@ def _windows(flat: _Fields, is_speculators: bool) -> tuple[int | None, ...]:
         raise flat.refuse("layer_types", f"{len(kinds)} entries for {layers} layers")
     is_sliding = [kind == "sliding_attention" for kind in kinds[:layers]]
     # Files of speculators that do not say it are read in either way, depending on the reader.
-    if any(is_sliding) and flat.get("sliding_window_non_causal", is_speculators):
+    if any(is_sliding) and flat.flag("sliding_window_non_causal", is_speculators):
         raise flat.refuse("sliding_window_non_causal", "true or unsaid, with sliding layers")
     return tuple(flat.integer("sliding_window") if slides else None for slides in is_sliding)
 
 
 def _first_slot(config: Mapping[str, Any], flat: _Fields, kind: str) -> int:
     """0 where the anchor's slot is read too: DSpark's rule, unless the file says otherwise."""
-    said = flat.get("sample_from_anchor")
-    if said is not None:
-        return 0 if said else 1
+    if flat.get("sample_from_anchor") is not None:
+        return 0 if flat.flag("sample_from_anchor") else 1
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     tokens = methods[0].get("speculative_tokens")
     if tokens is not None:
@@ -269,8 +280,8 @@ def _rope(flat: _Fields) -> dict[str, Any]:
 def _markov(config: Mapping[str, Any], flat: _Fields) -> dict[str, Any]:
     rank = flat.integer("markov_rank", 0)
     kind = str(flat.get("markov_head_type", "vanilla")).lower()
-    has_confidence = bool(flat.get("enable_confidence_head", False))
-    with_markov = has_confidence and bool(flat.get("confidence_head_with_markov", False))
+    has_confidence = flat.flag("enable_confidence_head")
+    with_markov = has_confidence and flat.flag("confidence_head_with_markov")
     if rank and kind not in MARKOV_TYPES:
         raise flat.refuse("markov_head_type", kind)
     if rank and kind == "rnn" and _first_slot(config, flat, "dspark"):

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ds4cli import loading
 from ds4cli.drafters import Drafter
@@ -55,7 +57,16 @@ class HeadSource:
             module = _part(self.kind, KINDS[self.kind][1]).load(self.folder, target, dtype)
         except NONSENSE as error:
             raise ModelError(f"cannot load the head `{self.name}`: {error!r}") from None
+        self._check_finite(module)
         return Head(module, target, _part(self.kind, KINDS[self.kind][2]))
+
+    def _check_finite(self, module: nn.Module) -> None:
+        """A head that computes NaN guesses nothing, and nobody would see why."""
+        for name, x in tree_flatten(module.parameters()):
+            if mx.issubdtype(x.dtype, mx.floating) and not mx.isfinite(x).all().item():
+                raise ModelError(
+                    f"the head `{self.name}` is damaged: `{name}` holds values that are no numbers"
+                )
 
 
 @dataclass(frozen=True)

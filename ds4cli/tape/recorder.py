@@ -20,12 +20,13 @@ class Recorder:
     """A model whose recurrent modules can record. Make one with `arm`.
 
     families: names of the recurrences found, for people; empty for a model without any.
-    row_bytes: what a row of tape takes, all layers together; 0 until a tape was made.
+    row_bytes, state_bytes: what a row of tape and the states take, all layers together; 0 until a
+    tape was made.
     """
 
     def __init__(self, families: list[str], swaps: Swaps):
         self.families = families
-        self.row_bytes = 0
+        self.row_bytes = self.state_bytes = 0
         self._swaps = swaps
 
     @classmethod
@@ -67,7 +68,9 @@ class Recorder:
         with frames.logging(caches, stop_rows) as logs:
             yield tape
         tape.fill(logs)
-        self.row_bytes = self.row_bytes or tape.row_bytes
+        if not self.row_bytes:
+            self.row_bytes = tape.row_bytes
+            self.state_bytes = sum(x.nbytes for c in caches for x in c.cache if x is not None)
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
