@@ -346,7 +346,7 @@ class Session:
         if len(feed) > 1:
             self.length.observe(len(feed), 1 + accepted, took)
         else:
-            self.length.observe_plain(took, first=self._runs_ahead)
+            self.length.observe_plain(took, first=self._runs_ahead, last=self._runs_ahead)
         self.stats.count_block(len(feed) - 1, accepted, source)
         self.stats.generated_tokens += 1 + accepted
         self.stats.forwards += 1
@@ -510,7 +510,7 @@ class Session:
                 value = pick.item()
                 refuse_nan(row, [value])
                 self._timeline.commit(1)
-                self._count_plain(value, time.perf_counter() - begin, first)
+                self._count_plain(value, time.perf_counter() - begin, first, alone)
                 yield Step([token])
                 if value in self.engine.stop_ids:
                     return
@@ -542,9 +542,9 @@ class Session:
         self._timeline.evaluate(pick, wait=False)
         return pick, row
 
-    def _count_plain(self, following: int, seconds: float, first: bool) -> None:
+    def _count_plain(self, following: int, seconds: float, first: bool, last: bool) -> None:
         self._next = (self.pos, self.attempt, following)
-        self.length.observe_plain(seconds, first=first)
+        self.length.observe_plain(seconds, first=first, last=last)
         self.stats.count_block(0, 0)
         self.stats.generated_tokens += 1
 

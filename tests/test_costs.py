@@ -94,6 +94,19 @@ def test_prices_are_relative_to_plain_decoding_at_the_depth_of_the_context():
     assert known.price(8) == pytest.approx(2.0, rel=0.05)
 
 
+def test_what_a_run_ahead_waits_for_at_first_it_saves_at_last():
+    """The first token's wait passed for the price of beginning anew: guesses that pay were not
+    worth the interruption."""
+    known = costs()
+    for _ in range(30):
+        known.observe_plain(0.02, first=True)
+        for _ in range(5):
+            known.observe_plain(0.01)
+        known.observe_plain(0.002, last=True)
+    assert known.plain.value == pytest.approx(0.01, rel=0.01)
+    assert known.price(1) == pytest.approx(1.2, rel=0.03)
+
+
 def test_without_running_ahead_a_plain_token_is_a_call():
     """With penalties the next call waits for the token: drafts compare with that."""
     assert costs(runs_ahead=False).price(2) == pytest.approx(1.25)

@@ -105,7 +105,7 @@ class Clock:
             took = self.spend(self.machine(1) if first else 1.0)
             self.pos += 1
             self.lengths.append(0)
-            length.observe_plain(took, first=first)
+            length.observe_plain(took, first=first, last=wants)
             if wants:
                 return
             first = False

@@ -178,6 +178,7 @@ class CallCosts:
         self._seen: dict[int, Mean] = {}
         self._off = Mean(COST_DECAY)
         self._tokens = self._time = 0.0  # both fading; the time in plain tokens
+        self._first_s = 0.0  # what the first token of this run took
         self._prices: list[float] = []
 
     def use(self, seconds: Mapping[int, float], *, runs_ahead: bool = True) -> None:
@@ -202,15 +203,22 @@ class CallCosts:
         """Tokens that the session makes in the time of a plain one; at least 1."""
         return max(1.0, self._tokens / self._time) if self._time else 1.0
 
-    def observe_plain(self, seconds: float, *, first: bool = False) -> None:
-        """A token of plain decoding; first: with nothing running ahead of it."""
-        if not first:
-            self.plain.add(seconds)
-        elif not self.known:
+    def observe_plain(self, seconds: float, *, first: bool = False, last: bool = False) -> None:
+        """A token of plain decoding; first, last: of a run that goes one call ahead.
+
+        The first token waits for most of the second call as well, of which the last one then has
+        little left to wait for: what the run costs beyond its tokens is in both together.
+        """
+        if not self.known:
             self.plain.add(seconds / self.price(1))
             self.plain.weight /= 4
-        else:
+        elif first and last:
             self._see(1, seconds / self.plain.value)
+        elif last:
+            self._see(1, max(1.0, (self._first_s + seconds) / self.plain.value - 1))
+        elif not first:
+            self.plain.add(seconds)
+        self._first_s = seconds if first else self._first_s
         self._run(1, seconds)
 
     def observe(self, rows: int, kept: int, seconds: float) -> None:

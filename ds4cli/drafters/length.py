@@ -113,10 +113,10 @@ class DraftLength:
         self._count(kept)
         self.costs.observe(rows, kept, seconds)
 
-    def observe_plain(self, seconds: float, *, first: bool = False) -> None:
-        """A block without guesses; first: the one that begins a run ahead."""
+    def observe_plain(self, seconds: float, *, first: bool = False, last: bool = False) -> None:
+        """A block without guesses; first, last: those that begin and end a run ahead."""
         self._count(1)
-        self.costs.observe_plain(seconds, first=first)
+        self.costs.observe_plain(seconds, first=first, last=last)
 
     def _count(self, kept: int) -> None:
         self._next_size += kept
