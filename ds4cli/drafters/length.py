@@ -144,11 +144,13 @@ class DraftLength:
             return best
         if best.k and self.costs.known and best.gain > restart:
             best.place.rest()
-            return best
+            return self._due_probe([o for o in offers if o is not best], room) or best
         if self._mode == "always":
             best.k = max(1, best.k)
             return best
-        return self._probe(offers, room)
+        probe = self._due_probe(offers, room)
+        self.parked += probe is None
+        return probe
 
     def _offer(self, part: Drafter, tokens: Sequence[int], room: int, region: str) -> _Offer | None:
         """What a part has to offer: a free one is asked, of a costly one all is expectation."""
@@ -192,13 +194,13 @@ class DraftLength:
                 break  # not even if all the others were kept and free
         return best, best_gain
 
-    def _probe(self, offers: list[_Offer], room: int) -> _Offer | None:
-        """Now and then a few guesses of a costly part that did not pay, ever more rarely."""
+    def _due_probe(self, offers: list[_Offer], room: int) -> _Offer | None:
+        """Now and then a few guesses of a costly part that did not pay, or that another one beat:
+        ever more rarely."""
         for offer in offers if self.costs.known else ():
             if offer.drafts is None and offer.place.is_probe_due(self._probe_price(offer.part)):
                 offer.k, offer.is_probe = min(offer.part.first_reach, room), True
                 return offer
-        self.parked += 1
         return None
 
     def _probe_price(self, part: Drafter) -> float:
