@@ -630,7 +630,9 @@ class Timeline:
             self._mark_inside(block)
 
     def _stop_rows(self, rows: int) -> int:
-        """How far apart the marks inside a call may lie: 0 where they, or its tape, cost much."""
-        tape_bytes = rows * self.tape_bytes_per_token
-        affordable = 0 < tape_bytes <= self.horizon.budget_bytes
+        """How far apart the marks inside a call lie: 0 where there are none, because it is short,
+        no recurrence leaves its state there, or they, or its tape, cost much."""
+        if rows <= STOP_ROWS or self.recorder is None or not self.recorder.has_stops:
+            return 0
+        affordable = rows * self.tape_bytes_per_token <= self.horizon.budget_bytes
         return STOP_ROWS if affordable and self._is_dense else 0

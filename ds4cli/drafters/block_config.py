@@ -173,17 +173,17 @@ class _Fields:
         found = self.get(key, default)
         if isinstance(found, bool) or not isinstance(found, int):
             said = "is missing" if found is None else f"is `{found}`, not a whole number"
-            raise UsageError(f"`{self.name}` is no head that ds4cli knows: `{key}` {said}")
+            raise self._unknown(key, said)
         return found
 
     def flag(self, key: str, default: bool = False) -> bool:
         found = self.get(key, default)
         if not isinstance(found, bool):
-            raise UsageError(
-                f"`{self.name}` is no head that ds4cli knows: `{key}` is `{found}`, not true or "
-                "false"
-            )
+            raise self._unknown(key, f"is `{found}`, not true or false")
         return found
+
+    def _unknown(self, key: str, said: str) -> UsageError:
+        return UsageError(f"`{self.name}` is no head that ds4cli knows: `{key}` {said}")
 
     def refuse(self, key: str, value: Any) -> UsageError:
         return UsageError(

@@ -209,16 +209,17 @@ class CallCosts:
         The first token waits for most of the second call as well, of which the last one then has
         little left to wait for: what the run costs beyond its tokens is in both together.
         """
-        if not self.known:
+        if not first and not last:
+            self.plain.add(seconds)
+        elif not self.known:
             self.plain.add(seconds / self.price(1))
             self.plain.weight /= 4
         elif first and last:
             self._see(1, seconds / self.plain.value)
         elif last:
             self._see(1, max(1.0, (self._first_s + seconds) / self.plain.value - 1))
-        elif not first:
-            self.plain.add(seconds)
-        self._first_s = seconds if first else self._first_s
+        if first:
+            self._first_s = seconds
         self._run(1, seconds)
 
     def observe(self, rows: int, kept: int, seconds: float) -> None:

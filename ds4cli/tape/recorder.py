@@ -21,12 +21,13 @@ class Recorder:
 
     families: names of the recurrences found, for people; empty for a model without any.
     row_bytes, state_bytes: what a row of tape and the states take, all layers together; 0 until a
-    tape was made.
+    tape was made. has_stops: whether all recurrences can leave states inside a long call.
     """
 
     def __init__(self, families: list[str], swaps: Swaps):
         self.families = families
         self.row_bytes = self.state_bytes = 0
+        self.has_stops = False
         self._swaps = swaps
 
     @classmethod
@@ -69,7 +70,7 @@ class Recorder:
             yield tape
         tape.fill(logs)
         if not self.row_bytes:
-            self.row_bytes = tape.row_bytes
+            self.row_bytes, self.has_stops = tape.row_bytes, tape.has_stops
             self.state_bytes = sum(x.nbytes for c in caches for x in c.cache if x is not None)
 
 

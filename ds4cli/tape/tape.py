@@ -50,6 +50,11 @@ class Tape:
         """Bytes of one row of all layers, 0 on an empty tape."""
         return sum(x.nbytes // max(1, x.shape[1]) for x in self.arrays())
 
+    @property
+    def has_stops(self) -> bool:
+        """Whether all layers can leave their states inside a long call."""
+        return all(t.has_stops for tracks in self._layers for t in tracks)
+
     def stops(self) -> list[int]:
         """Rows after which every state is on the tape, so that `replay` computes none."""
         tracks = [t.stops() for tracks in self._layers for t in tracks]

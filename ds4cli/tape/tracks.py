@@ -19,10 +19,12 @@ class Track:
     """Rows of one slot. data: arrays (1, rows, ...), one per input of the recurrence.
 
     comes_with_step: the model call computes `data` itself, on the way to its own outputs.
+    has_stops: a long call can leave what the slot was in the middle of it, see `stops`.
     """
 
     data: tuple[mx.array, ...]
     comes_with_step: ClassVar[bool] = False
+    has_stops: ClassVar[bool] = False
 
     @property
     def rows(self) -> int:
@@ -81,6 +83,8 @@ class Tail(Track):
     time_axis: int = 1
     lead: int = 0
 
+    has_stops = True
+
     @property
     def comes_with_step(self) -> bool:
         return self.lead > 0
@@ -138,6 +142,8 @@ class Tail(Track):
 @dataclass(frozen=True)
 class States(Track):
     """Rows that are the states themselves: the slot after n rows is row n - 1."""
+
+    has_stops = True
 
     def stops(self) -> None:
         return None
