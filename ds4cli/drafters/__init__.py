@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ class Drafter:
     taps: layers of the target whose residual stream it observes.
     assumed_chance, first_reach: how likely its first guess is kept, and how many guesses are worth
     trying, before anything was seen. drafts_at_once: a long draft takes no longer than a short one.
+    max_drafts: the most guesses it ever gives.
     """
 
     name = "none"
@@ -31,6 +33,7 @@ class Drafter:
     assumed_chance = 0.6
     first_reach = 2
     drafts_at_once = False
+    max_drafts: float = math.inf
     taps: tuple[int, ...] = ()
 
     @property

@@ -348,7 +348,7 @@ class BlockDrafter(Drafter):
     def __init__(self, head: BlockHead, target: Target, sampler: Sampler):
         self._head, self._target, self._sampler = head, target, sampler
         self._context = Context(head)
-        self.taps = head.taps
+        self.taps, self.max_drafts = head.taps, head.config.guesses
 
     @property
     def nbytes(self) -> int:
@@ -358,7 +358,7 @@ class BlockDrafter(Drafter):
     def propose(self, tokens: Sequence[int], n: int) -> list[int]:
         """At most n guesses, from one pass; none without the row before the anchor."""
         config, anchor = self._head.config, len(tokens) - 1
-        n = min(n, config.guesses)
+        n = min(n, self.max_drafts)
         self.confidence = 0
         if n < 1 or not self._context.has(anchor):
             return []

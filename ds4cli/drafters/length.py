@@ -13,6 +13,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 from ds4cli.drafters import Drafter
 from ds4cli.drafters.costs import CallCosts, DraftTimes
@@ -134,7 +136,9 @@ class DraftLength:
             return None
         if self._pinned is not None:
             room = min(room, self._pinned)
-        offers = [self._offer(part, tokens, room, region) for part in drafter.parts]
+        offers = [
+            self._offer(part, tokens, min(room, part.max_drafts), region) for part in drafter.parts
+        ]
         offers = [offer for offer in offers if offer is not None]
         if not offers:
             return None
@@ -410,10 +414,11 @@ class Chances:
         """Whether enough was seen to go by."""
         return bool(self._tried) and self._tried[0] >= ENOUGH_TRIES
 
-    @property
-    def _start(self) -> float:
-        prior = self._prior
-        return next(prior.survival()) if prior is not None and prior.is_known else self._assumed
+    def _before(self) -> Iterator[float]:
+        """What to assume of guess 1, 2, ...: what is known elsewhere, else nothing but a start."""
+        if self._prior is not None and self._prior.is_known:
+            return self._prior.each()
+        return iter([self._assumed])
 
     def learn(self, proposed: int, right: int) -> None:
         """Of `proposed` guesses the first `right` were right."""
@@ -441,26 +446,33 @@ class Chances:
         self._right = [right * share for right in self._right]
 
     def survival(self) -> Iterator[float]:
-        """Chance that guess 1 is kept, guesses 1 and 2, ...; without end.
+        """Chance that guess 1 is kept, guesses 1 and 2, ...; without end."""
+        return accumulate(self.each(), mul)
+
+    def each(self) -> Iterator[float]:
+        """Chance of guess 1, 2, ... to be right if all before it were; without end.
 
         What was seen of a guess is mixed with what was seen of all later ones: they are alike, and
         a product of many noisy numbers would be noisier than any.
         """
-        chance, alive = self._start, 1.0
+        before = self._before()
+        chance = next(before)
         right, tried = sum(self._right), sum(self._tried)
         for i, (own_right, own_tried) in enumerate(zip(self._right, self._tried, strict=True)):
             if i:
+                chance = next(before, chance)
                 chance = (right + TAIL_WEIGHT * chance) / (tried + TAIL_WEIGHT)
             weight = LATER_WEIGHT if i else ASSUMED_WEIGHT
             chance = (own_right + weight * chance) / (own_tried + weight)
             if not i:
                 chance = _hopeful(chance, own_tried + weight)
             right, tried = right - own_right, tried - own_tried
-            alive *= chance
-            yield alive
+            yield chance
+        if not self._tried:
+            yield chance
         while True:
-            alive *= chance
-            yield alive
+            chance = next(before, chance)
+            yield chance
 
 
 def _hopeful(chance: float, tries: float) -> float:
