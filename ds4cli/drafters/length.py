@@ -22,15 +22,17 @@ from ds4cli.settings import Settings
 
 CHANCE_DECAY = 0.97
 # The same for what was not reached: an old verdict on later guesses must not keep them from trial.
-UNSEEN_DECAY = 0.99
+UNSEEN_DECAY = 0.995
 # Standard deviations that a first guess is taken to be better than what was seen of it: parking
 # after a little bad luck ends what would show the mistake.
 OPTIMISM = 0.45
 # Share of the time spent on trying a costly drafter that does not pay: less after each try in vain.
 MOST_PROBING, LEAST_PROBING, LESS_PROBING = 0.02, 0.002, 0.9
-# How much the luck of a guess still counts after the next one, and where cold, warm, hot begin.
+# How much the luck of a guess still counts after the next one, where cold, warm, hot begin, and
+# for how many tokens it is remembered: a drafter that is not asked has no luck that could change.
 HEAT_DECAY = 0.8
 HEATS = (0.4, 0.75)
+HEAT_TOKENS = 16
 # What trying may cost, in tokens: at first, and at most where guesses were right of late.
 FIRST_CREDIT, MOST_CREDIT = 4.0, 5.0
 # Chance that a first guess is kept, before any was seen, by the bit length of the confidence, from
@@ -159,6 +161,7 @@ class DraftLength:
     def _offer(self, part: Drafter, tokens: Sequence[int], room: int, region: str) -> _Offer | None:
         """What a part has to offer: a free one is asked, of a costly one all is expectation."""
         place = self._known.place(part, region)
+        place.visit(len(tokens))
         if not part.is_free:
             return self._valued(_Offer(part, place, place.chances, None), room)
         drafts = part.propose(tokens, room)
@@ -300,7 +303,8 @@ class _Place:
         self._everywhere = everywhere
         self._any = Chances(self._assumed, self._first_reach, everywhere)
         self._buckets: dict[tuple[str, int], Chances] = {}
-        self._heat, self._heat_pos = self._assumed, 0
+        self._heat: float | None = None
+        self._heat_pos = 0
         self._credit, self._share = FIRST_CREDIT, MOST_PROBING
 
     @property
@@ -311,8 +315,15 @@ class _Place:
 
     @property
     def _felt(self) -> Chances:
+        if self._heat is None:
+            return self._any
         level = sum(self._heat >= h for h in HEATS)
         return self._bucket("heat", level, self._assumed)
+
+    def visit(self, pos: int) -> None:
+        """The text has come to `pos`: luck of long ago says nothing about what follows."""
+        if pos - self._heat_pos > HEAT_TOKENS:
+            self._heat = None
 
     def sure(self, confidence: int) -> Chances:
         """Of proposals that are about as sure as this."""
@@ -334,12 +345,14 @@ class _Place:
         """A guess for `pos` was right or wrong; only the first verdict on a position counts."""
         if pos > self._heat_pos:
             self._heat_pos = pos
+            if self._heat is None:
+                self._heat = next(self._any.each())
             self._heat = HEAT_DECAY * self._heat + (1 - HEAT_DECAY) * right
             self._credit = min(self._credit + right, MOST_CREDIT)
 
     def move(self) -> None:
         """The session went elsewhere."""
-        self._heat_pos = 0
+        self._heat, self._heat_pos = None, 0
 
     def rest(self) -> None:
         """It pays: there is nothing to find out."""
