@@ -13,7 +13,7 @@ from dataclasses import replace
 from statistics import median
 
 from ds4cli import Engine
-from ds4cli.tools import Guard, tools_of
+from ds4cli.tools import Guard, detect_format, tools_of
 
 PAIRS = 5
 MAX_TOKENS = 160
@@ -132,6 +132,9 @@ def main():
     for drafter in drafters or ["auto", "ngram"]:
         way = Way(base, drafter)
         for kind in WORK:
+            if kind == "tool calls" and detect_format(base.tokenizer) is None:
+                print(f"{kind:11} {way.name:13} left out: this model has no tool-call format")
+                continue
             plain.begin()
             measure(way, plain, kind)
 

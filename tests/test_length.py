@@ -8,7 +8,7 @@ import pytest
 from ds4cli.drafters import Drafter
 from ds4cli.drafters.combined import CombinedDrafter
 from ds4cli.drafters.costs import SIZES
-from ds4cli.drafters.length import Chances, DraftLength, Experience
+from ds4cli.drafters.length import HEAT_TOKENS, Chances, DraftLength, Experience
 from ds4cli.settings import Settings
 
 ROOM = 31
@@ -49,6 +49,7 @@ class Guesser(Drafter):
         self.asked = 0
 
     def propose(self, tokens, n):
+        n = min(n, self.max_drafts)
         self.asked += 1
         self.spend(n)
         pos = len(tokens)
@@ -348,6 +349,52 @@ def test_a_new_session_goes_by_what_earlier_ones_learnt():
         length = DraftLength(Settings(), experience)
         length.costs.use({0: 1.0, 1: 1.0, 33: 9.0})
         assert bool(length.draft(guesser, range(9), 4)) == wanted
+
+
+def test_a_head_offers_no_more_than_it_can_give():
+    """A head of four guesses a block was valued as if it could give thirty, so that it beat a long
+    copy from the text that had every guess right."""
+    copies = Guesser(lambda _: 0.9, name="copy")
+    head = Guesser(lambda _: 0.99, is_free=False, name="head", seed=1)
+    head.first_reach, head.max_drafts, head.drafts_at_once = 8, 8, True
+    seconds = []
+    for drafter in (copies, CombinedDrafter(copies, head)):
+        c = Clock(MACHINES["flat"], drafter, start=0.5, per_draft=0.0)
+        seconds.append(c.run(1000, c.controller()).seconds)
+    assert seconds[1] < 1.1 * seconds[0]
+
+
+def test_a_new_kind_of_text_starts_from_what_is_known_of_all_guesses():
+    """Only the first guess was known from elsewhere: a block of eight that is right nearly always
+    seemed not to be worth its time in each new kind of text."""
+    known, head = Experience(), Guesser(lambda _: 0.98, is_free=False)
+    head.first_reach, head.drafts_at_once = 8, True
+    c = Clock(MACHINES["dear start"], head, start=1.0, per_draft=0.0)
+    length = c.controller()
+    length._known = known
+    c.run(300, length, region="prose")
+    chances = known.place(head, "code").chances
+    eighth = [alive for alive, _ in zip(chances.survival(), range(8), strict=False)][-1]
+    assert eighth > 0.7
+
+
+@pytest.mark.parametrize("went_elsewhere", [True, False])
+def test_bad_luck_of_long_ago_does_not_park_a_head(went_elsewhere):
+    """Two wrong guesses at the end of a tool call: the head was "cold" there, was never asked again
+    for that, and so stayed cold through the next calls, of which it knew every token."""
+    known, head = Experience(), Guesser(lambda _: 0.98, is_free=False)
+    place = known.place(head, "tool")
+    place.visit(1)
+    for pos in range(1, 220):
+        place.feel(pos, pos < 200)
+        for chances in place.about(0):
+            chances.learn(8, 8 if pos < 200 else 0)
+    assert next(place.chances.survival()) < 0.2
+    if went_elsewhere:
+        known.move()
+    else:
+        place.visit(220 + HEAT_TOKENS)
+    assert next(place.chances.survival()) > 0.5
 
 
 def test_a_block_drafter_is_not_charged_by_length():

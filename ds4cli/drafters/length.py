@@ -150,7 +150,8 @@ class DraftLength:
             return best
         if best.k and self.costs.known and best.gain > restart:
             best.place.rest()
-            return self._due_probe([o for o in offers if o is not best], room) or best
+            others = [offer for offer in offers if offer is not best]
+            return self._due_probe(others, room, best.gain) or best
         if self._mode == "always":
             best.k = max(1, best.k)
             return best
@@ -201,11 +202,13 @@ class DraftLength:
                 break  # not even if all the others were kept and free
         return best, best_gain
 
-    def _due_probe(self, offers: list[_Offer], room: int) -> _Offer | None:
-        """Now and then a few guesses of a costly part that did not pay, or that another one beat:
-        ever more rarely."""
+    def _due_probe(self, offers: list[_Offer], room: int, forgone: float = 0.0) -> _Offer | None:
+        """Now and then a few guesses of a costly part that did not pay, or that another one beat,
+        which would gain `forgone` tokens: ever more rarely."""
         for offer in offers if self.costs.known else ():
-            if offer.drafts is None and offer.place.is_probe_due(self._probe_price(offer.part)):
+            if offer.drafts is not None:
+                continue
+            if offer.place.is_probe_due(forgone + self._probe_price(offer.part)):
                 offer.k, offer.is_probe = min(offer.part.first_reach, room), True
                 return offer
         return None
