@@ -33,7 +33,7 @@ MOST_PROBING, LEAST_PROBING, LESS_PROBING = 0.02, 0.002, 0.9
 HEAT_DECAY = 0.8
 HEATS = (0.4, 0.75)
 HEAT_TOKENS = 16
-# What trying may cost, in tokens: at first, and at most where guesses were right of late.
+# What trying may cost, in plain tokens: at first, and at most where guesses were right of late.
 FIRST_CREDIT, MOST_CREDIT = 4.0, 5.0
 # Chance that a first guess is kept, before any was seen, by the bit length of the confidence, from
 # one bit on; a drafter that is not confident has its own `assumed_chance`.
@@ -208,14 +208,15 @@ class DraftLength:
         for offer in offers if self.costs.known else ():
             if offer.drafts is not None:
                 continue
-            if offer.place.is_probe_due(forgone + self._probe_price(offer.part)):
+            price = forgone / self.costs.rate + self._probe_price(offer.part)
+            if offer.place.is_probe_due(price):
                 offer.k, offer.is_probe = min(offer.part.first_reach, room), True
                 return offer
         return None
 
     def _probe_price(self, part: Drafter) -> float:
         drafting = self._known.draft_seconds(part, part.first_reach) / self.costs.plain.value
-        return self.costs.rate * (self.costs.price(1 + part.first_reach) - 1 + drafting)
+        return self.costs.price(1 + part.first_reach) - 1 + drafting
 
     def _give(self, offer: _Offer, tokens: Sequence[int]) -> list[int]:
         """The guesses to feed. A costly part is asked now, and how sure it is counts as well."""
@@ -255,7 +256,8 @@ class DraftLength:
             self._open = []  # the session went elsewhere: what follows here is not their outcome
             self._known.move()
         self._next_size = len(tokens)
-        self._open = [proposal for proposal in self._open if not proposal.settle(tokens)]
+        worth = 1 / self.costs.rate
+        self._open = [proposal for proposal in self._open if not proposal.settle(tokens, worth)]
 
 
 class Experience:
@@ -344,14 +346,17 @@ class _Place:
             self._buckets[kind, size] = Chances(assumed, self._first_reach)
         return self._buckets[kind, size]
 
-    def feel(self, pos: int, right: bool) -> None:
-        """A guess for `pos` was right or wrong; only the first verdict on a position counts."""
+    def feel(self, pos: int, right: bool, worth: float) -> None:
+        """A guess for `pos` was right or wrong; only the first verdict on a position counts.
+
+        worth: of a right guess, in plain tokens, at the rate the session runs at.
+        """
         if pos > self._heat_pos:
             self._heat_pos = pos
             if self._heat is None:
                 self._heat = next(self._any.each())
             self._heat = HEAT_DECAY * self._heat + (1 - HEAT_DECAY) * right
-            self._credit = min(self._credit + right, MOST_CREDIT)
+            self._credit = min(self._credit + right * worth, MOST_CREDIT)
 
     def move(self) -> None:
         """The session went elsewhere."""
@@ -362,7 +367,7 @@ class _Place:
         self._share = MOST_PROBING
 
     def is_probe_due(self, price: float) -> bool:
-        """Asked once a block. price: what a probe costs, in tokens."""
+        """Asked once a block. price: what a probe costs, in plain tokens."""
         self._credit += self._share
         return self._credit >= price
 
@@ -392,8 +397,8 @@ class _Proposal:
         self._pos, self._drafts, self._place, self._chances = pos, drafts, place, chances
         self._right = 0
 
-    def settle(self, tokens: Sequence[int]) -> bool:
-        """Learn the outcome; False while `tokens` do not show it."""
+    def settle(self, tokens: Sequence[int], worth: float) -> bool:
+        """Learn the outcome; False while `tokens` do not show it. worth: as for `feel`."""
         drafts, right, size = self._drafts, self._right, len(tokens) - self._pos
         while right < len(drafts):
             if right >= size:
@@ -403,7 +408,7 @@ class _Proposal:
                 return False
             pos = self._pos + right
             is_right = tokens[pos] == drafts[right]
-            self._place.feel(pos, is_right)
+            self._place.feel(pos, is_right, worth)
             if not is_right:
                 break
             right += 1
