@@ -352,8 +352,7 @@ def test_a_new_session_goes_by_what_earlier_ones_learnt():
 
 
 def test_a_head_offers_no_more_than_it_can_give():
-    """A head of eight guesses a block was valued as if it could give 24, so that it beat copies that
-    were longer."""
+    """A head of eight guesses was valued as if it could give 24, so that it beat longer copies."""
     copies = Guesser(lambda _: 0.9, name="copy")
     head = Guesser(lambda _: 0.99, is_free=False, name="head", seed=1)
     head.first_reach, head.max_drafts, head.drafts_at_once = 8, 8, True
