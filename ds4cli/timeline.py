@@ -132,6 +132,8 @@ class Timeline:
         self.adapters = adapt(caches) if adapters is None else adapters
         self._recurrent = [a for a in self.adapters if not a.seekable]
         self._seekable = [a for a in self.adapters if a.seekable]
+        # True when every layer keeps every row: a rewind is a cursor move, and no mark helps.
+        self.can_cut = all(a.kind in EVERY_ROW for a in self.adapters)
 
     def _start_empty(self) -> None:
         self.tokens: list[int] = []
@@ -244,7 +246,9 @@ class Timeline:
             self.logits, self.record = block.row(rows), (start, self.pos)
             self._remember(block, rows, before[0])
             if block.hidden and self.observer is not None:
-                self.observer(block.start, [x[:rows] for x in block.hidden])
+                whole = rows == len(feed)
+                hidden = block.hidden if whole else [x[:rows] for x in block.hidden]
+                self.observer(block.start, hidden)
         except BaseException:
             self._restore(block.holds)
             self._open = []
@@ -315,11 +319,6 @@ class Timeline:
             a.restore(held)
 
     # -- marks ------------------------------------------------------------------------------------
-
-    @property
-    def can_cut(self) -> bool:
-        """True when every layer keeps every row: a rewind is a cursor move, and no mark helps."""
-        return all(a.kind in EVERY_ROW for a in self.adapters)
 
     def mark(self, kind: str) -> None:
         """Put a frontier of the current position on the ladder; no-op where all layers cut."""

@@ -280,16 +280,22 @@ class Context:
         if not self._first <= start <= self.pos:
             self._first = self._stored = start
             self._waiting = []
-        before = [(at, rows) for at, rows in self._waiting if at < start]
-        if before and before[-1][0] + len(before[-1][1][0]) > start:
-            at, rows = before.pop()
-            before.append((at, [tap[: start - at] for tap in rows]))
-        self._waiting = [*before, (start, hidden)]
+        elif start < self._end:
+            self._drop_waiting(start)
+        self._waiting.append((start, hidden))
         self._stored = min(self._stored, start)
         self.pos = self._end = start + len(hidden[0])
         if self._end - self._stored > MOST_WAITING:
             self._project()
             mx.async_eval(self._buffers)
+
+    def _drop_waiting(self, pos: int) -> None:
+        """Rows from pos on wait no more."""
+        waiting = [(at, rows) for at, rows in self._waiting if at < pos]
+        if waiting and waiting[-1][0] + len(waiting[-1][1][0]) > pos:
+            at, rows = waiting.pop()
+            waiting.append((at, [tap[: pos - at] for tap in rows]))
+        self._waiting = waiting
 
     def join(self, pos: int) -> Join:
         """What the attention of a block that stands at pos sees. Call it when `has(pos)`."""

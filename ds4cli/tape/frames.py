@@ -108,13 +108,14 @@ def run(call, self, args: tuple, kwargs: dict, slot: int = 0) -> Any:
 
 
 def _find(logs: dict[int, Log], args: tuple, kwargs: dict) -> Log | None:
-    for value in (*kwargs.values(), *args):
+    # Called for every layer and token; mlx-lm hands a cache on as the last argument.
+    values = (*kwargs.values(), *args)[::-1]
+    for value in values:
         log = logs.get(id(value))  # a log holds its cache, so an id is never another's
-        if log is None and isinstance(value, CacheList):
-            log = _find(logs, value.caches, {})
         if log is not None:
             return log
-    return None
+    parts = (_find(logs, v.caches, {}) for v in values if isinstance(v, CacheList))
+    return next(filter(None, parts), None)
 
 
 def framed(cls: type, slot: int = 0) -> type:

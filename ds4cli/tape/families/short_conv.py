@@ -28,7 +28,7 @@ def arm(module: nn.Module, swaps: Swaps) -> None:
 def arm_convolutions(module: nn.Module, swaps: Swaps) -> None:
     """Record the input of every convolution in `module`; slots are given in call order."""
     for conv in _convolutions(module):
-        swaps.swap(conv, _recording(type(conv)))
+        swaps.swap(conv, _recording(type(conv), conv.weight.shape[1] - 1))
 
 
 def _convolutions(module: nn.Module) -> list[nn.Conv1d]:
@@ -49,14 +49,14 @@ def _framed(cls: type) -> type:
 
 
 @cache
-def _recording(cls: type) -> type:
-    """Records the input (1, kernel - 1 + rows, channels), whose first rows are the history."""
+def _recording(cls: type, keep: int) -> type:
+    """Records the input (1, keep + rows, channels), whose first rows are the history."""
+    call = cls.__call__
 
     def __call__(self, x):
         frame = frames.current()
         if frame is not None:
-            keep = self.weight.shape[1] - 1
             frame.add(Tail((x,), keep, lead=keep))
-        return cls.__call__(self, x)
+        return call(self, x)
 
     return derived(cls, __call__)
