@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 
 from ds4cli import __version__, delta, drafters, heads, loading, storage
-from ds4cli.caches import adapt, build_caches, check_kv_bits
+from ds4cli.caches import adapt, build_caches, check_kv_bits, check_kv_group
 from ds4cli.capabilities import Capabilities, survey
 from ds4cli.drafters import checkpoint
 from ds4cli.drafters.checkpoint import Head, HeadSource
@@ -133,6 +133,8 @@ class Engine(Vocabulary):
         """
         chosen = Settings(model=str(model), **settings)
         source = loading.find(chosen.model, chosen.offline)
+        if chosen.kv_bits is not None:
+            check_kv_group(source.config, chosen.kv_group_size)
         draft_source, head_source, notices = _drafting(chosen, source)
         tokenizer = loading.tokenizer(source)
         if draft_source is not None:

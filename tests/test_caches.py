@@ -10,6 +10,7 @@ from unittest import mock
 
 import mlx.core as mx
 import pytest
+from folder import save_folder
 from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
@@ -21,8 +22,9 @@ from mlx_lm.models.cache import (
 from oracle import TOLERANCE, failing_layer, fresh_logits
 from tiny import CFG, V, build
 
-from ds4cli.caches import UnsupportedCache, adapt, build_caches, check_kv_bits, nest
+from ds4cli.caches import UnsupportedCache, adapt, build_caches, check_kv_bits, check_kv_group, nest
 from ds4cli.caches.sliding import SlackChunkedKVCache, SlidingKVCache
+from ds4cli.engine import Engine
 from ds4cli.errors import StateError, UsageError
 
 WINDOW = 8  # of every tiny model with a window or chunks
@@ -748,6 +750,20 @@ def test_quantised_kv_is_refused_with_the_reason(name, bits, group, reason):
     """mlx-lm dies inside the first call, or worse; the user hears it before anything is read."""
     with pytest.raises(UsageError, match=reason):
         check_kv_bits(model_of(name), bits, group)
+
+
+def test_heads_that_no_group_divides_are_refused_before_the_weights_are_read(tmp_path):
+    """It took loading a model of many GB to hear that its heads are 80 wide."""
+    config = {"model_type": "qwen3_5", "text_config": {"hidden_size": 448, "head_dim": 64}}
+    check_kv_group(config, 32)
+    check_kv_group({"hidden_size": 512, "num_attention_heads": 8}, 64)
+    check_kv_group({"model_type": "mamba2"}, 64)
+    with pytest.raises(UsageError, match="heads of this model are 64 wide"):
+        check_kv_group(config, 128)
+    save_folder(tmp_path, "llama")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match="`kv_group_size` is `128`"):
+        Engine.load(tmp_path, kv_bits=8, kv_group_size=128)
 
 
 class Later(KVCache):

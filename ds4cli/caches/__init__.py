@@ -1,7 +1,14 @@
 """One adapter per mlx-lm cache: the only code that moves a layer back, forwards or aside."""
 
 from ds4cli.caches.adapter import CursorAdapter, LayerAdapter
-from ds4cli.caches.build import UnsupportedCache, adapt, build_caches, check_kv_bits, nest
+from ds4cli.caches.build import (
+    UnsupportedCache,
+    adapt,
+    build_caches,
+    check_kv_bits,
+    check_kv_group,
+    nest,
+)
 
 __all__ = [
     "CursorAdapter",
@@ -10,5 +17,6 @@ __all__ = [
     "adapt",
     "build_caches",
     "check_kv_bits",
+    "check_kv_group",
     "nest",
 ]
