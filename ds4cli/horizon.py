@@ -193,7 +193,7 @@ class Horizon:
             bases = (s.start for s in self.segments[-2::-1] if s.base is not None)
             self._kept_base = next(bases, last.start)
         if 0 < last.start - self._kept_base < self.spacing:
-            self.segments[-1] = Segment(last.start, last.rows, last.tape, last.logits, None)
+            self.segments[-1] = replace(last, base=None)
             self._held_bytes -= self._base_bytes
         else:
             self._kept_base = last.start

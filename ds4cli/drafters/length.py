@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from operator import mul
 
 from ds4cli.drafters import Drafter
@@ -138,9 +138,7 @@ class DraftLength:
             return None
         if self._pinned is not None:
             room = min(room, self._pinned)
-        offers = [
-            self._offer(part, tokens, min(room, part.max_drafts), region) for part in drafter.parts
-        ]
+        offers = [self._offer(part, tokens, room, region) for part in drafter.parts]
         offers = [offer for offer in offers if offer is not None]
         if not offers:
             return None
@@ -163,6 +161,7 @@ class DraftLength:
         """What a part has to offer: a free one is asked, of a costly one all is expectation."""
         place = self._known.place(part, region)
         place.visit(len(tokens))
+        room = min(room, part.max_drafts)
         if not part.is_free:
             return self._valued(_Offer(part, place, place.chances, None), room)
         drafts = part.propose(tokens, room)
@@ -435,12 +434,6 @@ class Chances:
         """Whether enough was seen to go by."""
         return bool(self._tried) and self._tried[0] >= ENOUGH_TRIES
 
-    def _before(self) -> Iterator[float]:
-        """What to assume of guess 1, 2, ...: what is known elsewhere, else nothing but a start."""
-        if self._prior is not None and self._prior.is_known:
-            return self._prior.each()
-        return iter([self._assumed])
-
     def learn(self, proposed: int, right: int) -> None:
         """Of `proposed` guesses the first `right` were right."""
         tried = min(right + 1, proposed)
@@ -476,23 +469,19 @@ class Chances:
         What was seen of a guess is mixed with what was seen of all later ones: they are alike, and
         a product of many noisy numbers would be noisier than any.
         """
-        before = self._before()
-        chance = next(before)
+        prior, chance = self._prior, self._assumed
+        elsewhere = prior.each() if prior is not None and prior.is_known else iter(())
         right, tried = sum(self._right), sum(self._tried)
-        for i, (own_right, own_tried) in enumerate(zip(self._right, self._tried, strict=True)):
+        seen = chain(zip(self._right, self._tried, strict=True), repeat((0.0, 0.0)))
+        for i, (own_right, own_tried) in enumerate(seen):
+            chance = next(elsewhere, chance)
             if i:
-                chance = next(before, chance)
                 chance = (right + TAIL_WEIGHT * chance) / (tried + TAIL_WEIGHT)
             weight = LATER_WEIGHT if i else ASSUMED_WEIGHT
             chance = (own_right + weight * chance) / (own_tried + weight)
-            if not i:
+            if own_tried and not i:
                 chance = _hopeful(chance, own_tried + weight)
             right, tried = right - own_right, tried - own_tried
-            yield chance
-        if not self._tried:
-            yield chance
-        while True:
-            chance = next(before, chance)
             yield chance
 
 
