@@ -757,10 +757,12 @@ def test_heads_that_no_group_divides_are_refused_before_the_weights_are_read(tmp
     config = {"model_type": "qwen3_5", "text_config": {"hidden_size": 448, "head_dim": 64}}
     check_kv_group(config, 32)
     check_kv_group({"hidden_size": 512, "num_attention_heads": 8}, 64)
+    # latent attention: a head is not hidden_size / num_attention_heads wide
+    check_kv_group({"hidden_size": 7168, "num_attention_heads": 128, "kv_lora_rank": 512}, 64)
     check_kv_group({"model_type": "mamba2"}, 64)
     with pytest.raises(UsageError, match="heads of this model are 64 wide"):
         check_kv_group(config, 128)
-    save_folder(tmp_path, "llama")
+    save_folder(tmp_path, "llama", head_dim=16)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UsageError, match="`kv_group_size` is `128`"):
         Engine.load(tmp_path, kv_bits=8, kv_group_size=128)

@@ -105,10 +105,11 @@ def _quantized(caches: list[Any], bits: int, group_size: int) -> list[Any]:
 
 
 def check_kv_group(config: dict[str, Any], kv_group_size: int) -> None:
-    """What config.json alone shows: UsageError where a head is no whole number of groups."""
-    table = config.get("text_config") or config
-    size, heads = table.get("hidden_size"), table.get("num_attention_heads")
-    head_dim = table.get("head_dim") or (size // heads if size and heads else 0)
+    """What config.json alone shows: UsageError where a head is no whole number of groups.
+
+    Only where it states `head_dim`: its absence means another size in every other family.
+    """
+    head_dim = (config.get("text_config") or config).get("head_dim") or 0
     if head_dim % kv_group_size:
         raise UsageError(
             f"`kv_group_size` is `{kv_group_size}`, the heads of this model are {head_dim} wide",
