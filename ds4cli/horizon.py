@@ -24,9 +24,12 @@ MERGE_SEGMENTS = 64
 MERGE_ROWS = 32
 # Rows of a long call that one base serves.
 PIECE_ROWS = 128
+# Rows between bases where many fit the budget: so many in a quarter of it.
+DENSE_SPACING = 64
+DENSE_BASES = 4
 
 
-@dataclass(frozen=True)
+@dataclass
 class Segment:
     """Rows `start .. start + rows` of one or more model calls.
 
@@ -72,6 +75,11 @@ class Segment:
         return self.head(rows), Segment(self.start + rows, left, tape, logits, base)
 
 
+def is_dense(base_bytes: int, budget_bytes: int) -> bool:
+    """Whether many bases of so many bytes fit the budget."""
+    return DENSE_BASES * base_bytes <= budget_bytes // 4
+
+
 def slots_nbytes(slots: list[list[mx.array | None]]) -> int:
     """Bytes of the recurrent slots of all layers."""
     return sum(a.nbytes for layer in slots for a in layer if a is not None)
@@ -83,21 +91,25 @@ class Horizon:
     `start_row` is the logits row at the very start (the last row of what came before).
     """
 
-    def __init__(self, limit: int, spacing: int, budget_bytes: int):
+    def __init__(self, limit: int, budget_bytes: int):
         self.limit = limit
-        self.spacing = spacing
         self.budget_bytes = budget_bytes
         self.segments: list[Segment] = []
         self.start_row: mx.array | None = None
-        self._held_bytes = 0  # about `nbytes`: counting is dear, so only near the budget
+        self.held_bytes = 0  # about `nbytes` or more: counting is dear, so only near the budget
         self._bytes_of: dict[int, int] = {}  # of a segment by its rows, once known: all are alike
-        self._base_bytes = 0
+        self._base_bytes: int | None = None  # None: no segment was seen
         self._kept_base: int | None = None  # where the newest base is that stays; None: look
 
+    @property
+    def spacing(self) -> int:
+        """Rows between the bases that stay."""
+        return DENSE_SPACING if is_dense(self._base_bytes, self.budget_bytes) else self.limit
+
     def copy(self) -> Horizon:
-        twin = Horizon(self.limit, self.spacing, self.budget_bytes)
+        twin = Horizon(self.limit, self.budget_bytes)
         twin.segments, twin.start_row = list(self.segments), self.start_row
-        twin._held_bytes, twin._kept_base = self._held_bytes, self._kept_base
+        twin.held_bytes, twin._kept_base = self.held_bytes, self._kept_base
         twin._bytes_of, twin._base_bytes = self._bytes_of, self._base_bytes
         return twin
 
@@ -145,7 +157,7 @@ class Horizon:
 
     def clear(self) -> None:
         self.segments, self.start_row = [], None
-        self._held_bytes, self._kept_base = 0, None
+        self.held_bytes, self._kept_base = 0, None
 
     def truncate(self, pos: int) -> None:
         """Forget the rows after pos."""
@@ -163,17 +175,18 @@ class Horizon:
             self.clear()
         if not self.segments:
             self.start_row = row_before
+        if self._base_bytes is None:
+            self._base_bytes = slots_nbytes(segment.base or [])
         self._release_base()
         for piece in self._pieces(segment):
             self.segments.append(piece)
-            self._held_bytes += self._bytes(piece)
+            self.held_bytes += self._bytes(piece)
         self._merge()
         self._trim()
 
     def _bytes(self, segment: Segment) -> int:
         if segment.rows not in self._bytes_of:
             self._bytes_of[segment.rows] = segment.nbytes
-            self._base_bytes = slots_nbytes(segment.base or [])
         return self._bytes_of[segment.rows]
 
     def _pieces(self, segment: Segment) -> Iterable[Segment]:
@@ -193,8 +206,8 @@ class Horizon:
             bases = (s.start for s in self.segments[-2::-1] if s.base is not None)
             self._kept_base = next(bases, last.start)
         if 0 < last.start - self._kept_base < self.spacing:
-            self.segments[-1] = replace(last, base=None)
-            self._held_bytes -= self._base_bytes
+            self.segments[-1] = Segment(last.start, last.rows, last.tape, last.logits, None)
+            self.held_bytes -= self._base_bytes
         else:
             self._kept_base = last.start
 
@@ -213,13 +226,13 @@ class Horizon:
     def _trim(self) -> None:
         """Drop what is beyond the limit; short of budget, logits rows go first, then old rows."""
         self._drop_before(self.end - self.limit)
-        if self._held_bytes <= self.budget_bytes:
+        if self.held_bytes <= self.budget_bytes:
             return
         if self.nbytes > self.budget_bytes:
             self._drop_logits()
         while self.nbytes > self.budget_bytes and len(self.segments) > 1:
             self._drop_first()
-        self._held_bytes = self.nbytes
+        self.held_bytes = self.nbytes
 
     def _drop_before(self, pos: int) -> None:
         """Start at the last base at or before pos."""
@@ -239,7 +252,7 @@ class Horizon:
             base = first.tape.replay(first.base, first.rows)
             mx.async_eval(base)
             self.segments[1] = replace(second, base=base)
-            self._held_bytes += self._base_bytes
+            self.held_bytes += self._base_bytes
         self.start_row = row
         del self.segments[0]
 

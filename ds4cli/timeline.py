@@ -19,7 +19,7 @@ import mlx.core as mx
 from ds4cli import heads
 from ds4cli.caches import LayerAdapter, adapt, build_caches, nest
 from ds4cli.errors import StateError
-from ds4cli.horizon import Horizon, Segment
+from ds4cli.horizon import Horizon, Segment, is_dense
 from ds4cli.rewind import (
     Frontier,
     Ladder,
@@ -33,7 +33,6 @@ from ds4cli.rewind import (
 from ds4cli.tape import Recorder, Tape
 from ds4cli.taps import Taps
 
-DENSE_BASES = 4
 # Rows between the marks inside a long call, where recurrences hand out their state on the way.
 STOP_ROWS = 128
 # Cache kinds that never drop a row.
@@ -58,7 +57,7 @@ class Limits:
         return self.horizon_tokens + 32
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Block:
     """An open model call: fed but not committed."""
 
@@ -141,7 +140,7 @@ class Timeline:
         self.logits: mx.array | None = None
         self.record = (0, 0)
         limits = self.limits
-        self.horizon = Horizon(limits.horizon_tokens, 64, limits.budget_bytes // 2)
+        self.horizon = Horizon(limits.horizon_tokens, limits.budget_bytes // 2)
         self.ladder = Ladder(limits.budget_bytes)
         self._open: list[_Block] = []  # oldest first
 
@@ -281,7 +280,6 @@ class Timeline:
     def _remember(self, block: _Block, rows: int, row_before: Any) -> None:
         if not self.recording:
             return
-        self.horizon.spacing = 64 if self._is_dense else self.horizon.limit
         # A long feed's early calls: no tape, or one for the marks inside, and the last row only.
         if self._recurrent and (block.tape is None or len(block.logits) < len(block.feed)):
             self.horizon.clear()
@@ -301,11 +299,6 @@ class Timeline:
     @property
     def _base_bytes(self) -> int:
         return 0 if self.recorder is None else self.recorder.state_bytes
-
-    @property
-    def _is_dense(self) -> bool:
-        """Whether many bases fit the budget."""
-        return DENSE_BASES * self._base_bytes <= self.horizon.budget_bytes // 4
 
     def _forget_ahead(self) -> None:
         """The next write overwrites what lies beyond pos."""
@@ -336,7 +329,9 @@ class Timeline:
         mx.async_eval(arrays, [] if logits is None else logits)
         nbytes = sum(x.nbytes for x in arrays) + (0 if logits is None else logits.nbytes)
         self.ladder.add(Frontier(pos, kind, payload, nbytes, logits), self.pos)
-        self.ladder.thin(self.pos, max(0, self.limits.budget_bytes - self.horizon.nbytes))
+        budget = self.limits.budget_bytes
+        if self.ladder.nbytes + self.horizon.held_bytes > budget:
+            self.ladder.thin(self.pos, max(0, budget - self.horizon.nbytes))
 
     def _mark_inside(self, block: _Block) -> None:
         """Marks in the middle of the call that was just committed, where its tape has the states:
@@ -634,4 +629,5 @@ class Timeline:
         if rows <= STOP_ROWS or self.recorder is None or not self.recorder.has_stops:
             return 0
         affordable = rows * self.tape_bytes_per_token <= self.horizon.budget_bytes
-        return STOP_ROWS if affordable and self._is_dense else 0
+        dense = is_dense(self._base_bytes, self.horizon.budget_bytes)
+        return STOP_ROWS if affordable and dense else 0

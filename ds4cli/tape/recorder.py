@@ -66,9 +66,9 @@ class Recorder:
         stop_rows: recurrences that can, leave the state after every so many rows on the tape.
         """
         tape = Tape()
-        with frames.logging(caches, stop_rows) as logs:
+        with frames.Recording(caches, stop_rows) as found:
             yield tape
-        tape.fill(logs)
+        tape.fill([f.tracks for f in found])
         if not self.row_bytes:
             self.row_bytes, self.has_stops = tape.row_bytes, tape.has_stops
             self.state_bytes = sum(x.nbytes for c in caches for x in c.cache if x is not None)

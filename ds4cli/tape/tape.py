@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ds4cli.errors import ModelError
-from ds4cli.tape.frames import Log
 from ds4cli.tape.tracks import Track
 
 Slots = list[list[mx.array | None]]
@@ -19,9 +18,12 @@ class Tape:
     def __init__(self, layers: Sequence[Sequence[Track]] = ()):
         self._layers = [list(tracks) for tracks in layers]
 
-    def fill(self, logs: Sequence[Log]) -> None:
-        """Take over a finished recording; every slot of every cache must have the same rows."""
-        layers = [[_merge(tracks) for tracks in log.slots] for log in logs]
+    def fill(self, found: Sequence[Sequence[list[Track]]]) -> None:
+        """Take over a finished recording: tracks per cache and slot, in the order of the call.
+
+        Every slot of every cache must have the same rows.
+        """
+        layers = [[_merge(tracks) for tracks in slots] for slots in found]
         rows = {0 if t is None else t.rows for tracks in layers for t in tracks}
         if len(rows) > 1:
             raise ModelError(f"recurrent caches recorded different numbers of rows: {sorted(rows)}")

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 
-@dataclass(frozen=True)
+@dataclass
 class Track:
     """Rows of one slot. data: arrays (1, rows, ...), one per input of the recurrence.
 
@@ -68,7 +68,7 @@ def _compact(arrays: Sequence[mx.array]) -> mx.array:
     return mx.concatenate(arrays, axis=1) if len(arrays) > 1 else mx.contiguous(arrays[0])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tail(Track):
     """A slot that holds the last `keep` rows it has seen.
 
@@ -139,7 +139,7 @@ class Tail(Track):
         return x if self.time_axis == 1 else x.swapaxes(1, self.time_axis)
 
 
-@dataclass(frozen=True)
+@dataclass
 class States(Track):
     """Rows that are the states themselves: the slot after n rows is row n - 1."""
 

@@ -24,7 +24,7 @@ from ds4cli.tape.tracks import Track
 name = "gated delta"
 
 
-@dataclass(frozen=True)
+@dataclass
 class DeltaRows(Track):
     """data: k (1, T, Hk, Dk), v (1, T, Hv, Dv), g (1, T, Hv[, Dk]), beta (1, T, Hv).
 

@@ -26,14 +26,14 @@ from ds4cli.tape.tracks import Track
 _CACHE = object()  # stands for the cache among recorded arguments
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Row:
     """Stands for row array number `index` among recorded arguments."""
 
     index: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class LeafRows(Track):
     """data: the array arguments (1, T, ...), the same for every slot: one call moves them all."""
 

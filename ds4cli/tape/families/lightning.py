@@ -21,7 +21,7 @@ from ds4cli.tape.tracks import Track
 name = "lightning attention"
 
 
-@dataclass(frozen=True)
+@dataclass
 class GlaRows(Track):
     """data: k (1, T, H, K), v (1, T, H, V). gate (H,): log decay. dtype: of the state."""
 

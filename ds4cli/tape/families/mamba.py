@@ -25,7 +25,7 @@ name = "Mamba-1"
 _SEGMENT = 32
 
 
-@dataclass(frozen=True)
+@dataclass
 class ScanRows(Track):
     """data: x (1, T, D). mixer: the module whose `ssm_step` took it."""
 

@@ -25,7 +25,7 @@ name = "RWKV-7"
 _CHUNK = delta.CHANNEL_CHUNK
 
 
-@dataclass(frozen=True)
+@dataclass
 class WkvRows(Track):
     """data: w, k, v, a, b, each (1, T, H, D)."""
 

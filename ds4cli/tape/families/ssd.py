@@ -25,7 +25,7 @@ from ds4cli.tape.tracks import Track
 name = "Mamba-2"
 
 
-@dataclass(frozen=True)
+@dataclass
 class SsdRows(Track):
     """data: x (1, T, H, D), B (1, T, G, N), dt (1, T, H). A_log, dt_bias (H,): the layer's own."""
 
