@@ -32,20 +32,19 @@ class Capabilities:
     """How a model rewinds.
 
     layers: per cache kind. recurrences: what the tape replays. max_rollback: positions that are
-    always free to go back to (None: any depth, by a cut). refused: what does not work, and why.
+    always free to go back to (None: any depth, by a cut).
     """
 
     layers: list[LayerKind]
     recurrences: list[str]
     max_rollback: int | None
-    refused: list[str]
 
     def __str__(self) -> str:
         lines = [str(layer) for layer in self.layers]
         if self.recurrences:
             lines.append("replayed recurrences: " + ", ".join(self.recurrences))
         free = "any depth" if self.max_rollback is None else f"the last {self.max_rollback} tokens"
-        return "\n".join([*lines, f"free to go back: {free}", *self.refused])
+        return "\n".join([*lines, f"free to go back: {free}"])
 
 
 def survey(timeline: Timeline, recorder: Recorder | None) -> Capabilities:
@@ -56,14 +55,13 @@ def survey(timeline: Timeline, recorder: Recorder | None) -> Capabilities:
         kinds.setdefault(adapter.kind, []).append(adapter)
     layers = [_layer_kind(timeline, kind, adapters) for kind, adapters in kinds.items()]
     recurrences = [] if recorder is None else list(recorder.families)
-    refused = []
-    if "recurrent" in kinds and recorder is None:
-        refused.append("recurrent layers: no replay, going back feeds tokens again")
-    return Capabilities(layers, recurrences, timeline.free_tokens(), refused)
+    return Capabilities(layers, recurrences, timeline.free_tokens())
 
 
 def _layer_kind(timeline: Timeline, kind: str, adapters: list[LayerAdapter]) -> LayerKind:
-    cost = sum(a.bytes_per_token() for a in adapters)
+    how, cost = adapters[0].describe(), sum(a.bytes_per_token() for a in adapters)
     if kind == "recurrent":
         cost = timeline.tape_bytes_per_token
-    return LayerKind(kind, len(adapters), adapters[0].describe(), cost)
+        if timeline.recorder is None:
+            how = "a kept state restored, what follows fed again (replay is refused: it differs)"
+    return LayerKind(kind, len(adapters), how, cost)

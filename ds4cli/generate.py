@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ds4cli import blas, reasoning, terminal
+from ds4cli import blas, precision, reasoning, terminal
 from ds4cli.errors import ModelError, UsageError
 from ds4cli.reasoning import ReasoningSplitter, markers
 from ds4cli.settings import Settings
@@ -180,7 +180,9 @@ def load_engine(
         terminal.note(BUILTIN_NOTE)
     if verbose:
         terminal.note(f"loaded {settings.model} in {time.perf_counter() - begin:.1f} s")
-        for line in [*blas.notices(), *engine.notices, *str(engine.capabilities).splitlines()]:
+        for line in [*blas.notices(), *precision.notices(), *engine.notices]:
+            terminal.note(line)
+        for line in str(engine.capabilities).splitlines():
             terminal.note(line)
     return engine
 

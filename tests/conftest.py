@@ -9,9 +9,10 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from ds4cli import blas
+from ds4cli import blas, precision
 
 blas.preload()
+precision.keep_float32()
 
 import pytest  # noqa: E402
 

@@ -165,6 +165,15 @@ def test_the_check_holds_on_every_family(name):
     assert [f for f in findings if not f.is_ok] == []
 
 
+def test_the_check_holds_where_replay_is_refused(monkeypatch):
+    """Where tokens are fed again instead, nothing can be gone forward to without feeding."""
+    monkeypatch.setattr("ds4cli.engine.self_check", lambda *args: float("inf"))
+    lab = lab_of("qwen3_next")
+    assert lab.engine.capabilities.recurrences == []
+    findings = list(check.examine(lab, [19]))
+    assert [f for f in findings if not f.is_ok] == []
+
+
 def test_the_reference_has_none_of_our_code():
     """Guards: a fault in a recording subclass is in the reference too, and cancels out."""
     armed = lab_of("qwen3_next").engine.model

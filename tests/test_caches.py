@@ -752,6 +752,23 @@ def test_quantised_kv_is_refused_with_the_reason(name, bits, group, reason):
         check_kv_bits(model_of(name), bits, group)
 
 
+def test_quantised_kv_is_refused_where_the_backend_has_no_kernel_for_long_calls(monkeypatch):
+    """MLX on CUDA has none for 13 rows: the user heard it in the middle of the prompt."""
+    product = mx.quantized_matmul
+
+    def without_long_ones(x, *args, **kwargs):
+        if x.shape[-2] > 8:
+            raise RuntimeError("No implementation for problem shape")
+        return product(x, *args, **kwargs)
+
+    with mock.patch.dict(CFG, {"llama:wide": dict(CFG["llama"], head_dim=64)}):
+        model = model_of("llama:wide")
+    check_kv_bits(model, 8, 32)
+    monkeypatch.setattr(mx, "quantized_matmul", without_long_ones)
+    with pytest.raises(UsageError, match="No implementation"):
+        check_kv_bits(model, 8, 32)
+
+
 def test_heads_that_no_group_divides_are_refused_before_the_weights_are_read(tmp_path):
     """It took loading a model of many GB to hear that its heads are 80 wide."""
     config = {"model_type": "qwen3_5", "text_config": {"hidden_size": 448, "head_dim": 64}}

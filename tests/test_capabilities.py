@@ -39,6 +39,15 @@ def test_every_layer_kind_is_named_with_its_cost():
     assert "any depth" in str(engine("llama").capabilities)
 
 
+def test_a_refused_replay_is_admitted(monkeypatch):
+    """A replay that differs from the model is not promised, and a notice says by how much."""
+    monkeypatch.setattr("ds4cli.engine.self_check", lambda *args: 3.5)
+    eng = engine("qwen3_next")
+    assert "fed again (replay is refused" in str(eng.capabilities)
+    assert eng.capabilities.max_rollback == 0
+    assert any("differs from this model by 3.5 times" in notice for notice in eng.notices)
+
+
 def test_an_unknown_cache_is_refused_by_name():
     """A cache that cannot be rewound exactly must not be rewound approximately."""
 

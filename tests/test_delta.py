@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import mlx.core as mx
 import pytest
 import tiny
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.gated_delta import gated_delta_ops
 
-from ds4cli import blas, delta
+from ds4cli import delta
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -158,22 +156,3 @@ def test_recording_a_switched_model(monkeypatch):
     recorder = Recorder.arm(model)
     assert self_check(model, recorder, lambda: make_prompt_cache(model)) < 0.5
     assert counter.rows == [4] * 3
-
-
-@pytest.mark.parametrize(("heads", "dim", "factor"), [(8, 64, 4), (16, 128, 8)])
-def test_it_is_faster_than_the_loop(heads, dim, factor):
-    """A change that makes the chunks as slow as what they replace (one layer; half is asked)."""
-    if blas.name() == "mlx's own":
-        factor = 2
-    args = inputs(256, groups=heads, heads=heads, dim=dim)
-    loop, chunks = (_seconds(f, args) for f in (gated_delta_ops, delta.chunked))
-    assert loop > factor / 2 * chunks, f"{loop:.3f} s against {chunks:.3f} s"
-
-
-def _seconds(function, args):
-    best = float("inf")
-    for _ in range(2):
-        start = time.perf_counter()
-        mx.eval(function(*args))
-        best = min(best, time.perf_counter() - start)
-    return best

@@ -14,7 +14,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     ("errors",),
     ("settings",),
-    ("blas", "rewind", "text", "reasoning", "rebind", "storage", "vocabulary"),
+    ("blas", "precision", "rewind", "text", "reasoning", "rebind", "storage", "vocabulary"),
     ("dialogue", "delta", "caches", "sampling", "tools"),
     ("transcript", "tape", "heads", "taps", "loading"),
     ("journal",),

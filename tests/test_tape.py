@@ -373,6 +373,7 @@ def test_kimi_k3_is_never_recorded_compiled(monkeypatch):
     starts = slots(caches)
     want = slots(fresh(model, PROMPT, NEXT))
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.cpu))  # has no Metal kernel
     compiled = []
     monkeypatch.setattr(mx, "compile", lambda f, **kwargs: compiled.append(f) or f)
     tape = record(model, recorder, caches, NEXT)

@@ -30,6 +30,9 @@ NOISE_FACTOR = 4
 LENGTH = 24  # tokens generated where texts are compared
 ONWARD = 3  # tokens read after a rewind, to see that every layer stands where it should
 DEPTHS = 8  # random positions
+# Drafts of its own that a model keeps in half precision, where rounding turns near ties; a draft
+# model that stands elsewhere guesses nothing.
+SELF_DRAFT_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,9 @@ def row(exam: Examiner) -> Iterator[Finding]:
             rows = exam.single_rows(whole)
         for pos in range(end, exam.context - 1, -1):
             yield _rewound(exam, session, pos, whole, rows, "row", kept, "back")
-        yield _rewound(exam, session, end, whole, rows, "row", kept, "forward")
+        session.sync(whole[:end])
+        worst, same = exam.compare(session, whole, rows), session.tokens == list(whole[:end])
+        yield exam.finding("row", exam.context, kept, "forward", end, worst=worst, is_same=same)
 
 
 def depth(exam: Examiner) -> Iterator[Finding]:
@@ -299,7 +304,9 @@ def self_draft(exam: Examiner) -> Iterator[Finding]:
     accepted, proposed = session.stats.accepted, session.stats.proposed
     share = accepted / proposed if proposed else 0.0
     exact = exam.lab.is_exact
-    same = share == 1 and session.tokens == exam.plain(LENGTH) if exact else share > 0.9
+    same = (
+        share == 1 and session.tokens == exam.plain(LENGTH) if exact else share > SELF_DRAFT_SHARE
+    )
     worst = 0.0 if exact else exam.says(session.tokens)
     detail = f"{accepted} of {proposed} drafts accepted"
     yield exam.finding("self-draft", exam.context, worst=worst, is_same=same, detail=detail)

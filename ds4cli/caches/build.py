@@ -52,6 +52,8 @@ WINDOW_EXTRA = {"plamo3": 1}
 
 KV_BITS = (2, 4, 8)
 KV_GROUP_SIZES = (32, 64, 128)
+# Calls to try them with: a short one, and an odd one that is beyond the vector kernels.
+TRIAL_ROWS = (2, 13)
 
 
 class UnsupportedCache(ModelError):
@@ -118,13 +120,15 @@ def check_kv_group(config: dict[str, Any], kv_group_size: int) -> None:
 
 
 def check_kv_bits(model: Any, kv_bits: int, kv_group_size: int) -> None:
-    """Run two tokens through quantised caches; UsageError with mlx-lm's reason where it refuses.
+    """Run some tokens through quantised caches; UsageError with the reason where that fails.
 
-    Head sizes that no group divides, latent attention and attention sinks only show in a call.
+    Head sizes that no group divides, latent attention and attention sinks only show in a call, and
+    numbers of rows that a backend has no kernel for only in one of such a length.
     """
     caches = build_caches(model, 0, kv_bits, kv_group_size)
     try:
-        mx.eval(model(mx.array([[0, 0]]), cache=caches))
+        for rows in TRIAL_ROWS:
+            mx.eval(model(mx.zeros((1, rows), mx.int32), cache=caches))
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         raise UsageError(
             f"this model does not run with a KV cache of `{kv_bits}` bits: {error}",
