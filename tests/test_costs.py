@@ -51,16 +51,39 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path):
     assert prices.seconds
 
 
-def test_a_slow_model_is_given_fewer_sizes():
+def timed(monkeypatch, call_s, first_s=0.0):
+    """What is measured of a model whose calls take `call_s`, and `first_s` more the first time that
+    they have so many rows; and how long that took."""
+    e, now, seen = engine("llama", model=build("llama")), [0.0], set()
+    timeline = e.scratch_timeline()
+    feed = timeline.feed
+
+    def slow(tokens, **how):
+        now[0] += call_s if len(tokens) in seen else call_s + first_s
+        seen.add(len(tokens))
+        return feed(tokens, **how)
+
+    monkeypatch.setattr(timeline, "feed", slow)
+    seconds = measure(timeline, e.session().sampler, prompt(8), 2.0, lambda: now[0])
+    return seconds, now[0]
+
+
+def test_a_slow_model_is_given_fewer_sizes(monkeypatch):
     """Measuring must not take longer than the reply that it is to speed up."""
-    e, now = engine("llama", model=build("llama")), [0.0]
+    seconds, took_s = timed(monkeypatch, 0.06)
+    assert {0, 1, 2} <= seconds.keys() and len(seconds) < len(SIZES) and took_s < 3
 
-    def clock():
-        now[0] += 0.05
-        return now[0]
 
-    seconds = measure(e.scratch_timeline(), e.session().sampler, prompt(8), 2.0, clock)
-    assert {0, 1, 2} <= seconds.keys() and len(seconds) < len(SIZES) and now[0] < 4
+def test_compiling_leaves_a_fast_model_all_its_sizes(monkeypatch):
+    """On CUDA the first call of a size takes seconds: one size was measured, and kept for ever."""
+    seconds, _ = timed(monkeypatch, 0.001, first_s=1.5)
+    assert seconds.keys() == {0, *SIZES} and max(seconds.values()) < 0.01
+
+
+def test_compiling_ends_some_time(monkeypatch):
+    """Ten sizes that take half a minute each would be a program that hangs."""
+    _, took_s = timed(monkeypatch, 0.001, first_s=20)
+    assert took_s < 100
 
 
 # --- prices while running ---------------------------------------------------------------------

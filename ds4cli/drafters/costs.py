@@ -25,6 +25,9 @@ SIZES = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)
 REPEATS = 3
 PLAIN_TOKENS = 8
 BUDGET_S = 2.0
+# A first call of a kind may compile for seconds: that is no reason to know less of a fast model,
+# but all of it must end some time.
+MOST_S = 30.0
 CONTEXT_TOKENS = 64
 # Prices assumed until they are measured: on the high side, so that only guesses that are nearly
 # sure are tried. Beyond the sizes that were measured a row is assumed to cost little: a guess that
@@ -108,26 +111,30 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[int, float]:
     """Seconds by rows, as many sizes as fit the budget; 0 and 1 always."""
-    end = clock() + budget_s
+    last = clock() + MOST_S
     tokens = list(tokens[:CONTEXT_TOKENS])
     timeline.sync(tokens)
-    seconds = {1: _call_seconds(timeline, sampler, tokens[:1], end, clock)}
-    seconds[0] = _plain_seconds(timeline, sampler, tokens[:1], clock)
+    taken = {1: _call_seconds(timeline, sampler, tokens[:1], budget_s, clock)}
+    taken[0] = _plain_seconds(timeline, sampler, tokens[:1], clock)
+    one = statistics.median(taken[1])
     for rows in SIZES[1:]:
-        # A size is tried at least twice, and what it takes is about known.
-        if clock() + 2 * seconds[1] * (1 + ASSUMED_SLOPE * rows) > end:
+        # A size is tried at least twice, and what it takes is about known. The first call counts
+        # like the others, without what it compiled.
+        left = budget_s - sum(sum(each) + min(each) for each in taken.values())
+        if 2 * one * (1 + ASSUMED_SLOPE * rows) > left or clock() > last:
             break
         feed = (tokens * rows)[:rows]
-        seconds[rows] = _call_seconds(timeline, sampler, feed, end, clock)
-    return seconds
+        taken[rows] = _call_seconds(timeline, sampler, feed, left, clock)
+    return {rows: statistics.median(each) for rows, each in taken.items()}
 
 
 def _call_seconds(
-    timeline: Any, sampler: Any, feed: list[int], end: float, clock: Callable[[], float]
-) -> float:
-    """A block whose last guess is wrong, as most are: so the way back is in the price."""
+    timeline: Any, sampler: Any, feed: list[int], budget_s: float, clock: Callable[[], float]
+) -> list[float]:
+    """Blocks whose last guess is wrong, as most are: so the way back is in the price. Without the
+    first of all: it pays for compiling."""
     taken: list[float] = []
-    while len(taken) <= REPEATS and (len(taken) < 2 or clock() < end):
+    while len(taken) <= REPEATS and (len(taken) < 2 or sum(taken[1:]) < budget_s):
         begin = clock()
         rows = timeline.feed(feed)
         picks = sampler.pick(rows, timeline.pos + 1, [*timeline.tokens, *feed])
@@ -135,12 +142,12 @@ def _call_seconds(
         picks.tolist()
         timeline.commit(max(1, len(feed) - 1))
         taken.append(clock() - begin)
-    return statistics.median(taken[1:])  # the first call of a shape pays for compiling it
+    return taken[1:]
 
 
 def _plain_seconds(
     timeline: Any, sampler: Any, token: list[int], clock: Callable[[], float]
-) -> float:
+) -> list[float]:
     """A token of plain decoding, the next call being built while this one runs."""
     picks = [_open(timeline, sampler, token)]
     taken, begin = [], clock()
@@ -151,7 +158,7 @@ def _plain_seconds(
         taken.append(clock() - begin)
         begin = clock()
     timeline.abort()
-    return statistics.median(taken[1:])
+    return taken[1:]
 
 
 def _open(timeline: Any, sampler: Any, token: Any) -> Any:
