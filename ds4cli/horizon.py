@@ -10,14 +10,13 @@ Segments are immutable; a fork shares them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import mlx.core as mx
 
-from ds4cli.tape import Tape
+from ds4cli.tape import Tape, spans
 
 # As many as a base serves, so that one-row segments are merged once, when their run is complete.
 MERGE_SEGMENTS = 64
@@ -33,14 +32,15 @@ DENSE_BASES = 4
 class Segment:
     """Rows `start .. start + rows` of one or more model calls.
 
-    tape: None for models without recurrent layers. logits: (m, V), the last m <= rows rows; row i
-    of the segment predicts the token at start + i + 1. base: recurrent slots at `start`, or None.
+    tape: None for models without recurrent layers. logits: consecutive arrays (m, V), together the
+    last rows, as many as are kept; row i of the segment predicts the token at start + i + 1. base:
+    recurrent slots at `start`, or None.
     """
 
     start: int
     rows: int
     tape: Tape | None
-    logits: mx.array | None
+    logits: Sequence[mx.array]
     base: list[list[mx.array | None]] | None
 
     @property
@@ -50,28 +50,33 @@ class Segment:
     @property
     def first_logits(self) -> int:
         """The lowest position whose logits row this segment keeps; end + 1 where it keeps none."""
-        return self.end + 1 - (0 if self.logits is None else self.logits.shape[0])
+        return self.end + 1 - sum(map(len, self.logits))
+
+    def row(self, pos: int) -> mx.array:
+        """The logits row (V,) that predicts the token at pos; one that is kept."""
+        index = pos - self.first_logits
+        (row,) = _cut(self.logits, index, index + 1)
+        return row[0]
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of tape, logits and base."""
         tape = 0 if self.tape is None else self.tape.nbytes
-        logits = 0 if self.logits is None else self.logits.nbytes
-        return tape + logits + slots_nbytes(self.base or [])
+        return tape + sum(x.nbytes for x in self.logits) + slots_nbytes(self.base or [])
 
     def head(self, rows: int) -> Segment:
         """The first `rows` rows (views)."""
         tape = None if self.tape is None else self.tape.head(rows)
-        kept = self.start + rows + 1 - self.first_logits
-        logits = self.logits[:kept] if self.logits is not None and kept > 0 else None
-        return Segment(self.start, rows, tape, logits, self.base)
+        kept = max(0, self.start + rows + 1 - self.first_logits)
+        return Segment(self.start, rows, tape, _cut(self.logits, 0, kept), self.base)
 
     def split(self, rows: int) -> tuple[Segment, Segment]:
         """Before and after the first `rows` rows; the second part's base is replayed."""
         tape, left = self.tape.tail(self.rows - rows), self.rows - rows
         base = self.tape.replay(self.base, rows)
         mx.async_eval(base)
-        logits = None if self.logits is None else self.logits[-left:]
+        kept = sum(map(len, self.logits))
+        logits = _cut(self.logits, max(0, kept - left), kept)
         return self.head(rows), Segment(self.start + rows, left, tape, logits, base)
 
 
@@ -144,8 +149,7 @@ class Horizon:
         """The kept logits row (V,) that predicts the token at pos."""
         if pos == self.low and self.start_row is not None:
             return self.start_row
-        segment = next(s for s in reversed(self.segments) if s.start < pos)
-        return segment.logits[pos - segment.first_logits]
+        return next(s for s in reversed(self.segments) if s.start < pos).row(pos)
 
     def path(self, pos: int) -> tuple[list, Tape | None, int]:
         """The nearest base at or before pos, the tape from there, and its rows to replay."""
@@ -212,7 +216,11 @@ class Horizon:
             self._kept_base = last.start
 
     def _merge(self) -> None:
-        """Make one segment of many short ones: the number of live arrays stays bounded."""
+        """Make one segment of many short ones.
+
+        Copying every row costs as much as recording it, so rows are copied only where a base serves
+        so many that a replay would spend its time on joining them.
+        """
         first = stop = len(self.segments) - 1
         if stop < MERGE_SEGMENTS or self.segments[stop - MERGE_SEGMENTS].rows >= MERGE_ROWS:
             return
@@ -221,7 +229,8 @@ class Horizon:
             if self.segments[first].base is not None:
                 break
         if stop - first >= MERGE_SEGMENTS:
-            self.segments[first:stop] = [merged(self.segments[first:stop])]
+            short = is_dense(self._base_bytes, self.budget_bytes)
+            self.segments[first:stop] = [merged(self.segments[first:stop], compact=not short)]
 
     def _trim(self) -> None:
         """Drop what is beyond the limit; short of budget, logits rows go first, then old rows."""
@@ -261,31 +270,32 @@ class Horizon:
         for i, s in enumerate(self.segments[:-1]):
             if excess <= 0:
                 return
-            if s.logits is not None:
-                excess -= s.logits.nbytes
-                self.segments[i] = replace(s, logits=None)
+            if s.logits:
+                excess -= sum(x.nbytes for x in s.logits)
+                self.segments[i] = replace(s, logits=())
                 self.start_row = None
 
 
-def merged(segments: list[Segment]) -> Segment:
-    """One segment of consecutive ones, with compact arrays (evaluation is started, not awaited)."""
+def merged(segments: list[Segment], *, compact: bool) -> Segment:
+    """One segment of consecutive ones; `compact` copies it into few arrays, without waiting."""
     tape = None if segments[0].tape is None else Tape.concat([s.tape for s in segments])
     logits = _merged_logits(segments)
-    mx.async_eval([*_present(logits), *(tape.arrays() if tape else [])])
+    if compact:
+        tape = None if tape is None else tape.compact()
+        logits = [mx.concatenate(logits)] if logits else []
+        mx.async_eval(logits, [] if tape is None else tape.arrays())
     rows = sum(s.rows for s in segments)
     return Segment(segments[0].start, rows, tape, logits, segments[0].base)
 
 
-def _merged_logits(segments: list[Segment]) -> mx.array | None:
+def _merged_logits(segments: list[Segment]) -> list[mx.array]:
     """The logits of the newest segments up to the first gap."""
-    kept: list[mx.array] = []
-    for s in reversed(segments):
-        if s.logits is not None:
-            kept.insert(0, s.logits)
-        if s.first_logits > s.start + 1:
-            break
-    return mx.concatenate(kept) if kept else None
+    first = len(segments) - 1
+    while first > 0 and segments[first].first_logits == segments[first].start + 1:
+        first -= 1
+    return [x for s in segments[first:] for x in s.logits]
 
 
-def _present(array: mx.array | None) -> Iterable[Any]:
-    return [] if array is None else [array]
+def _cut(logits: Sequence[mx.array], start: int, stop: int) -> list[mx.array]:
+    """Rows start .. stop of consecutive arrays (views)."""
+    return [logits[i][a:b] for i, a, b in spans(map(len, logits), start, stop)]

@@ -285,7 +285,7 @@ class Timeline:
             self.horizon.clear()
             return
         base = block.slots if self._recurrent else None
-        segment = Segment(block.start, len(block.feed), block.tape, block.logits, base)
+        segment = Segment(block.start, len(block.feed), block.tape, (block.logits,), base)
         if rows < len(block.feed):
             segment = segment.head(rows)
         self.horizon.append(segment, row_before)

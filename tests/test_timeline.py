@@ -317,6 +317,22 @@ def test_nothing_leaks(name):
     assert mx.get_active_memory() <= before * 1.01 + 4096
 
 
+@pytest.mark.parametrize("mb", [512, 0.25])
+def test_the_number_of_arrays_is_bounded(mb):
+    """Single tokens leave arrays of their own: they must go with the horizon, or be joined where
+    one state serves all of it (as with 0.25 MB here)."""
+    t = timeline("qwen3_next", horizon=128, mb=1)
+    t.horizon.budget_bytes = int(mb * 2**20)
+    t.sync(prompt(16))
+    counts = []
+    for i in range(400):
+        step(t, [i % V])
+        held = [s for s in t.horizon.segments if s.tape is not None]
+        counts.append(sum(len(s.tape.arrays()) + len(s.logits) for s in held))
+    assert max(counts[300:]) == max(counts[200:300])
+    assert max(counts) <= (128 + 64) * (1 + 16)
+
+
 OPERATIONS = st.one_of(
     st.tuples(st.just("step"), st.integers(1, 8), st.integers(1, 8)),
     st.tuples(st.just("rewind"), st.integers(0, 40), st.just(0)),

@@ -16,5 +16,6 @@ from the state before gives the state after n tokens without a model call.
 from ds4cli.tape.check import self_check
 from ds4cli.tape.recorder import Recorder, arrays_caches
 from ds4cli.tape.tape import Tape
+from ds4cli.tape.tracks import spans
 
-__all__ = ["Recorder", "Tape", "arrays_caches", "self_check"]
+__all__ = ["Recorder", "Tape", "arrays_caches", "self_check", "spans"]

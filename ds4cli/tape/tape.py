@@ -2,46 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 
 from ds4cli.errors import ModelError
-from ds4cli.tape.tracks import Track
+from ds4cli.tape.tracks import Track, spans
 
 Slots = list[list[mx.array | None]]
+Layers = Sequence[Sequence[Sequence[Track]]]
 
 
 class Tape:
-    """Rows of consecutive model calls: layers[i][j] is the track of slot j of cache i."""
+    """Rows of consecutive model calls: layers[i][j] are the consecutive tracks of slot j of cache
+    i, most often one a call. They are joined when they are replayed."""
 
-    def __init__(self, layers: Sequence[Sequence[Track]] = ()):
-        self._layers = [list(tracks) for tracks in layers]
+    def __init__(self, layers: Layers = ()):
+        self._layers = layers
+        self.rows = sum(t.rows for t in layers[0][0]) if layers else 0
 
     def fill(self, found: Sequence[Sequence[list[Track]]]) -> None:
         """Take over a finished recording: tracks per cache and slot, in the order of the call.
 
         Every slot of every cache must have the same rows.
         """
-        layers = [[_merge(tracks) for tracks in slots] for slots in found]
-        rows = {0 if t is None else t.rows for tracks in layers for t in tracks}
+        layers = [[_single(tracks) for tracks in slots] for slots in found]
+        rows = {tracks[0].rows if tracks else 0 for slots in layers for tracks in slots}
         if len(rows) > 1:
             raise ModelError(f"recurrent caches recorded different numbers of rows: {sorted(rows)}")
-        self._layers = [] if rows == {0} else layers
+        if rows and rows != {0}:
+            (self.rows,), self._layers = rows, layers
 
-    @property
-    def rows(self) -> int:
-        return self._layers[0][0].rows if self._layers else 0
+    def _tracks(self) -> Iterator[Track]:
+        return (t for slots in self._layers for tracks in slots for t in tracks)
 
     def arrays(self) -> list[mx.array]:
         """All arrays of the tape."""
-        return [x for tracks in self._layers for t in tracks for x in t.data]
+        return [x for t in self._tracks() for x in t.data]
 
     def pending(self) -> list[mx.array]:
         """What must be evaluated with the step, so as not to keep more alive than its rows; the
         rest is evaluated by the step anyway, and fewer outputs are less work."""
-        tracks = (t for tracks in self._layers for t in tracks if not t.comes_with_step)
-        return [x for t in tracks for x in t.data]
+        return [x for t in self._tracks() if not t.comes_with_step for x in t.data]
 
     @property
     def nbytes(self) -> int:
@@ -50,17 +52,18 @@ class Tape:
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of all layers, 0 on an empty tape."""
-        return sum(x.nbytes // max(1, x.shape[1]) for x in self.arrays())
+        first = (tracks[0] for slots in self._layers for tracks in slots)
+        return sum(x.nbytes // max(1, x.shape[1]) for t in first for x in t.data)
 
     @property
     def has_stops(self) -> bool:
         """Whether all layers can leave their states inside a long call."""
-        return all(t.has_stops for tracks in self._layers for t in tracks)
+        return all(t.has_stops for t in self._tracks())
 
     def stops(self) -> list[int]:
         """Rows after which every state is on the tape, so that `replay` computes none."""
-        tracks = [t.stops() for tracks in self._layers for t in tracks]
-        known = [set(stops) for stops in tracks if stops is not None]
+        joined = (_joined(tracks, self.rows) for slots in self._layers for tracks in slots)
+        known = [set(t.stops()) for t in joined if t.stops() is not None]
         return sorted(set.intersection(*known)) if known else []
 
     def head(self, n: int) -> Tape:
@@ -73,13 +76,17 @@ class Tape:
 
     def _cut(self, start: int, stop: int) -> Tape:
         assert 0 <= start <= stop <= self.rows, (start, stop, self.rows)
-        return Tape([[t.cut(start, stop) for t in tracks] for tracks in self._layers])
+        return Tape([[_cut(tracks, start, stop) for tracks in slots] for slots in self._layers])
 
     @staticmethod
     def concat(tapes: Sequence[Tape]) -> Tape:
-        """One tape of consecutive ones: compact copies, so that no parent stays alive."""
+        """One tape of consecutive ones. Nothing is copied; what only repeats rows is let go."""
         layers = zip(*(t._layers for t in tapes if t._layers), strict=True)
-        return Tape([_join(tracks) for tracks in layers])
+        return Tape([[_needed(parts) for parts in zip(*slots, strict=True)] for slots in layers])
+
+    def compact(self) -> Tape:
+        """A copy with one array per input of a slot, so that no longer array stays alive."""
+        return Tape([[[t[0].join(t)] for t in slots] for slots in self._layers])
 
     def replay(self, starts: Slots, rows: int) -> list[list[mx.array]]:
         """The slots of every cache after `rows` rows (1 .. self.rows), from the slots `starts`.
@@ -89,28 +96,41 @@ class Tape:
         """
         assert 0 < rows <= self.rows, (rows, self.rows)
         out: list[list] = [[None] * len(tracks) for tracks in self._layers]
-        for places in self._groups(starts):
-            tracks = [self._layers[i][j] for i, j in places]
+        joined = [[_joined(tracks, rows) for tracks in slots] for slots in self._layers]
+        for places in _groups(joined, starts):
+            tracks = [joined[i][j] for i, j in places]
             slots = [starts[i][j] for i, j in places]
             for (i, j), slot in zip(places, tracks[0].replay(tracks, slots, rows), strict=True):
                 out[i][j] = slot
         return out
 
-    def _groups(self, starts: Slots) -> list[list[tuple[int, int]]]:
-        """Places (cache, slot) that replay as one batch."""
-        groups: dict = {}
-        for i, tracks in enumerate(self._layers):
-            for j, track in enumerate(tracks):
-                groups.setdefault((type(track), track.key(starts[i][j])), []).append((i, j))
-        return list(groups.values())
+
+def _groups(layers: Sequence[Sequence[Track]], starts: Slots) -> list[list[tuple[int, int]]]:
+    """Places (cache, slot) that replay as one batch."""
+    groups: dict = {}
+    for i, tracks in enumerate(layers):
+        for j, track in enumerate(tracks):
+            groups.setdefault((type(track), track.key(starts[i][j])), []).append((i, j))
+    return list(groups.values())
 
 
-def _join(parts: Sequence[Sequence[Track]]) -> list[Track]:
-    """The tracks of one cache over consecutive tapes."""
-    return [tracks[0].join(tracks) for tracks in zip(*parts, strict=True)]
+def _single(tracks: Sequence[Track]) -> Sequence[Track]:
+    """The tracks of one call: a hook that ran for every token leaves one for each."""
+    return tracks if len(tracks) < 2 else [tracks[0].join(tracks)]
 
 
-def _merge(tracks: list[Track]) -> Track | None:
-    if len(tracks) < 2:
-        return tracks[0] if tracks else None
-    return tracks[0].join(tracks)
+def _needed(parts: Sequence[Sequence[Track]]) -> list[Track]:
+    tracks = [t for part in parts for t in part]
+    return tracks[0].needed(tracks)
+
+
+def _joined(tracks: Sequence[Track], rows: int) -> Track:
+    """One track that has at least the first `rows` rows."""
+    return tracks[0] if len(tracks) == 1 else tracks[0].join(_cut(tracks, 0, rows))
+
+
+def _cut(tracks: Sequence[Track], start: int, stop: int) -> list[Track]:
+    """Rows start .. stop of consecutive tracks (views)."""
+    if len(tracks) == 1:
+        return [tracks[0].cut(start, stop)]
+    return [tracks[i].cut(a, b) for i, a, b in spans((t.rows for t in tracks), start, stop)]

@@ -7,11 +7,20 @@ all `Tail`; every other recurrence has its own file in `families/`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import mlx.core as mx
+
+
+def spans(lengths: Iterable[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """Which rows of which of consecutive pieces lie in start .. stop: (piece, first, end)."""
+    end = 0
+    for i, rows in enumerate(lengths):
+        begin, end = end, end + rows
+        if begin < stop and start < end:
+            yield i, max(0, start - begin), min(rows, stop - begin)
 
 
 @dataclass
@@ -35,6 +44,11 @@ class Track:
         if start == 0 and stop == self.rows:
             return self
         return replace(self, data=tuple(x[:, start:stop] for x in self.data))
+
+    @classmethod
+    def needed(cls, tracks: Sequence[Track]) -> list[Track]:
+        """Consecutive tracks of one slot in as few arrays as hold their rows; copies nothing."""
+        return list(tracks)
 
     @classmethod
     def join(cls, tracks: Sequence[Track]) -> Track:
@@ -99,18 +113,23 @@ class Tail(Track):
         return replace(self, data=(self._rows(start, stop),), lead=0)
 
     @classmethod
-    def join(cls, tracks: Sequence[Tail]) -> Track:
+    def needed(cls, tracks: Sequence[Tail]) -> list[Track]:
         """The history in front of a track is the rows of those before it, so few are needed."""
-        parts, left = [], sum(t.rows for t in tracks)
+        parts: list[Track] = []
+        left = sum(t.rows for t in tracks)
         end = left
         for t in reversed(tracks):
             start = end - t.rows
             if start < left:
                 first = max(-t.lead, -start)
-                parts.append(t._rows(first, left - start))
+                parts.append(replace(t, data=(t._rows(first, left - start),), lead=0))
                 left = start + first
             end = start
-        return replace(tracks[0], data=(_compact(parts[::-1]),), lead=0)
+        return parts[::-1]
+
+    @classmethod
+    def join(cls, tracks: Sequence[Tail]) -> Track:
+        return super().join(cls.needed(tracks))
 
     def _rows(self, start: int, stop: int) -> mx.array:
         """Rows start .. stop; -lead .. 0 are the history."""
