@@ -19,13 +19,13 @@ import mlx.core as mx
 from ds4cli.tape import Tape, spans
 
 # As many as a base serves, so that one-row segments are merged once, when their run is complete.
-MERGE_SEGMENTS = 64
+MERGE_SEGMENTS = 32
 MERGE_ROWS = 32
 # Rows of a long call that one base serves.
 PIECE_ROWS = 128
 # Rows between bases where many fit the budget: so many in a quarter of it.
-DENSE_SPACING = 64
-DENSE_BASES = 4
+DENSE_SPACING = 32
+DENSE_BASES = 8
 
 
 @dataclass
