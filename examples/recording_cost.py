@@ -30,7 +30,7 @@ def turns(on, off, run_s):
     """Logarithms of the ratio of times, with and without recording, and the times without."""
     ratios, plain = [], []
     end = None
-    while end is None or time.perf_counter() < end:
+    while end is None or len(ratios) < 2 or time.perf_counter() < end:
         order = [on, off]
         random.shuffle(order)
         taken = {session: seconds(session) for session in order}

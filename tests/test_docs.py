@@ -121,6 +121,6 @@ def test_the_cost_of_recording_is_measured(hybrid_folder):
     """Guards: the program behind a figure of the README fails."""
     script = str(ROOT / "examples" / "recording_cost.py")
     done = subprocess.run(
-        [sys.executable, script, str(hybrid_folder), "20", "0.2"], capture_output=True, text=True
+        [sys.executable, script, str(hybrid_folder), "20", "0"], capture_output=True, text=True
     )
     assert "standard error" in done.stdout, done.stderr
