@@ -16,7 +16,7 @@ from functools import cached_property
 
 import mlx.core as mx
 
-from ds4cli.tape import Tape, spans
+from ds4cli.tape import Recorder, Tape, spans
 
 # As many as a base serves, so that one-row segments are merged once, when their run is complete.
 MERGE_SEGMENTS = 32
@@ -80,11 +80,6 @@ class Segment:
         return self.head(rows), Segment(self.start + rows, left, tape, logits, base)
 
 
-def is_dense(base_bytes: int, budget_bytes: int) -> bool:
-    """Whether many bases of so many bytes fit the budget."""
-    return DENSE_BASES * base_bytes <= budget_bytes // 4
-
-
 def slots_nbytes(slots: list[list[mx.array | None]]) -> int:
     """Bytes of the recurrent slots of all layers."""
     return sum(a.nbytes for layer in slots for a in layer if a is not None)
@@ -96,26 +91,36 @@ class Horizon:
     `start_row` is the logits row at the very start (the last row of what came before).
     """
 
-    def __init__(self, limit: int, budget_bytes: int):
+    def __init__(self, limit: int, budget_bytes: int, recorder: Recorder | None):
         self.limit = limit
         self.budget_bytes = budget_bytes
+        self._recorder = recorder
         self.segments: list[Segment] = []
         self.start_row: mx.array | None = None
         self.held_bytes = 0  # about `nbytes` or more: counting is dear, so only near the budget
         self._bytes_of: dict[int, int] = {}  # of a segment by its rows, once known: all are alike
-        self._base_bytes: int | None = None  # None: no segment was seen
         self._kept_base: int | None = None  # where the newest base is that stays; None: look
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes of a base; 0 until a tape was made."""
+        return 0 if self._recorder is None else self._recorder.state_bytes
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether many bases fit the budget."""
+        return DENSE_BASES * self.base_bytes <= self.budget_bytes // 4
 
     @property
     def spacing(self) -> int:
         """Rows between the bases that stay."""
-        return DENSE_SPACING if is_dense(self._base_bytes, self.budget_bytes) else self.limit
+        return DENSE_SPACING if self.is_dense else self.limit
 
     def copy(self) -> Horizon:
-        twin = Horizon(self.limit, self.budget_bytes)
+        twin = Horizon(self.limit, self.budget_bytes, self._recorder)
         twin.segments, twin.start_row = list(self.segments), self.start_row
         twin.held_bytes, twin._kept_base = self.held_bytes, self._kept_base
-        twin._bytes_of, twin._base_bytes = self._bytes_of, self._base_bytes
+        twin._bytes_of = self._bytes_of
         return twin
 
     @property
@@ -179,8 +184,6 @@ class Horizon:
             self.clear()
         if not self.segments:
             self.start_row = row_before
-        if self._base_bytes is None:
-            self._base_bytes = slots_nbytes(segment.base or [])
         self._release_base()
         for piece in self._pieces(segment):
             self.segments.append(piece)
@@ -211,7 +214,7 @@ class Horizon:
             self._kept_base = next(bases, last.start)
         if 0 < last.start - self._kept_base < self.spacing:
             self.segments[-1] = Segment(last.start, last.rows, last.tape, last.logits, None)
-            self.held_bytes -= self._base_bytes
+            self.held_bytes -= self.base_bytes
         else:
             self._kept_base = last.start
 
@@ -229,8 +232,8 @@ class Horizon:
             if self.segments[first].base is not None:
                 break
         if stop - first >= MERGE_SEGMENTS:
-            short = is_dense(self._base_bytes, self.budget_bytes)
-            self.segments[first:stop] = [merged(self.segments[first:stop], compact=not short)]
+            run = merged(self.segments[first:stop], compact=not self.is_dense)
+            self.segments[first:stop] = [run]
 
     def _trim(self) -> None:
         """Drop what is beyond the limit; short of budget, logits rows go first, then old rows."""
@@ -261,7 +264,7 @@ class Horizon:
             base = first.tape.replay(first.base, first.rows)
             mx.async_eval(base)
             self.segments[1] = replace(second, base=base)
-            self.held_bytes += self._base_bytes
+            self.held_bytes += self.base_bytes
         self.start_row = row
         del self.segments[0]
 

@@ -19,7 +19,7 @@ import mlx.core as mx
 from ds4cli import heads
 from ds4cli.caches import LayerAdapter, adapt, build_caches, nest
 from ds4cli.errors import StateError
-from ds4cli.horizon import Horizon, Segment, is_dense
+from ds4cli.horizon import Horizon, Segment
 from ds4cli.rewind import (
     Frontier,
     Ladder,
@@ -140,7 +140,7 @@ class Timeline:
         self.logits: mx.array | None = None
         self.record = (0, 0)
         limits = self.limits
-        self.horizon = Horizon(limits.horizon_tokens, limits.budget_bytes // 2)
+        self.horizon = Horizon(limits.horizon_tokens, limits.budget_bytes // 2, self.recorder)
         self.ladder = Ladder(limits.budget_bytes)
         self._open: list[_Block] = []  # oldest first
 
@@ -295,10 +295,6 @@ class Timeline:
     @property
     def tape_bytes_per_token(self) -> int:
         return 0 if self.recorder is None else self.recorder.row_bytes
-
-    @property
-    def _base_bytes(self) -> int:
-        return 0 if self.recorder is None else self.recorder.state_bytes
 
     def _forget_ahead(self) -> None:
         """The next write overwrites what lies beyond pos."""
@@ -575,7 +571,7 @@ class Timeline:
     def _affordable_rows(self) -> int:
         """Rows whose tape and logits the horizon's budget holds, beside one base."""
         cost = self.tape_bytes_per_token + self._logits_row_bytes
-        return max(0, (self.horizon.budget_bytes - self._base_bytes) // max(1, cost))
+        return max(0, (self.horizon.budget_bytes - self.horizon.base_bytes) // max(1, cost))
 
     def _last_call_tokens(self) -> int:
         """How many rows the final call of a feed may keep tape and logits for."""
@@ -629,5 +625,4 @@ class Timeline:
         if rows <= STOP_ROWS or self.recorder is None or not self.recorder.has_stops:
             return 0
         affordable = rows * self.tape_bytes_per_token <= self.horizon.budget_bytes
-        dense = is_dense(self._base_bytes, self.horizon.budget_bytes)
-        return STOP_ROWS if affordable and dense else 0
+        return STOP_ROWS if affordable and self.horizon.is_dense else 0

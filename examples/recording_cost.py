@@ -14,6 +14,7 @@ import sys
 import time
 
 from ds4cli import Engine
+from ds4cli.cli import COLLECT_AFTER
 
 TURN_TOKENS = 16
 HORIZON_TURNS = 16  # untimed: until what is recorded has its full size
@@ -42,7 +43,7 @@ def turns(on, off, run_s):
 
 
 def main(model, context_tokens=4096, run_s=300):
-    gc.set_threshold(50_000)  # as the commands do
+    gc.set_threshold(COLLECT_AFTER)  # as the commands do
     engine = Engine.load(model, drafter="none")
     engine.stop_ids = set()
     on = engine.session()

@@ -333,6 +333,26 @@ def test_the_number_of_arrays_is_bounded(mb):
     assert max(counts) <= (128 + 64) * (1 + 16)
 
 
+def test_few_bases_stay_where_a_state_is_large():
+    """A session begins with states of no bytes: they must not pass for cheap ones from then on."""
+    t = timeline("qwen3_next", horizon=128)
+    t.horizon.budget_bytes = 31 * sum(x.nbytes for x in _states(t))
+    t.sync(prompt(16))
+    for i in range(200):
+        step(t, [i % V])
+    assert t.horizon.spacing == 128
+    assert sum(s.base is not None for s in t.horizon.segments) <= 3
+    runs = [s for s in t.horizon.segments if s.start > 16 and s.rows > 1]
+    assert runs and all(len(s.tape.arrays()) == 3 * 5 for s in runs), "rows are copied together"
+
+
+def _states(t):
+    """The recurrent states of a model after one token."""
+    twin = t.fork()
+    twin.sync([1])
+    return [x for a in twin.adapters if not a.seekable for x in a.arrays()]
+
+
 OPERATIONS = st.one_of(
     st.tuples(st.just("step"), st.integers(1, 8), st.integers(1, 8)),
     st.tuples(st.just("rewind"), st.integers(0, 40), st.just(0)),
