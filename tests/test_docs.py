@@ -124,3 +124,16 @@ def test_the_cost_of_recording_is_measured(hybrid_folder):
         [sys.executable, script, str(hybrid_folder), "20", "0"], capture_output=True, text=True
     )
     assert "standard error" in done.stdout, done.stderr
+
+
+def test_host_cost_is_counted(hybrid_folder):
+    """Guards: the yardstick of what a token costs the host fails, or counts nothing."""
+    script = str(ROOT / "examples" / "host_cost.py")
+    done = subprocess.run(
+        [sys.executable, script, str(hybrid_folder), "--tokens", "2", "--nodes"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    counts = [[float(n) for n in line[24:].split()] for line in done.stdout.splitlines()[1:]]
+    assert len(counts) == 3 and all(n > 0 for row in counts for n in row), done.stdout
