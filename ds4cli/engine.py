@@ -25,7 +25,7 @@ from ds4cli.capabilities import Capabilities, survey
 from ds4cli.drafters import checkpoint
 from ds4cli.drafters.checkpoint import Head, HeadSource
 from ds4cli.drafters.costs import PriceList
-from ds4cli.drafters.length import Experience
+from ds4cli.drafters.policy import Experience
 from ds4cli.errors import ModelError, UsageError
 from ds4cli.sampling import Sampler, check_bias
 from ds4cli.session import Session

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ds4cli.drafters.length import DraftLength
+from ds4cli.drafters.policy import DraftPolicy
 from ds4cli.errors import StateError, UsageError
 from ds4cli.reasoning import opens_thinking
 from ds4cli.reply import Reply, Taken
@@ -126,7 +126,7 @@ class Session:
         self.sampler = sampler
         self.drafter = drafter
         self.stats = Stats(drafter=drafter.name)
-        self.length = DraftLength(engine.settings, engine.experience)
+        self.policy = DraftPolicy(engine.settings, engine.experience)
         self._timeline = timeline
         timeline.observer = drafter.observe if drafter.taps else None
         self._next: tuple[int, int, int] | None = None  # pos, attempt, the token picked for it
@@ -252,7 +252,7 @@ class Session:
             return Step([], "stop")
         if drafts is None:
             drafts = self._propose(first, max_tokens)
-            return Step(self._verify([first, *drafts], self.length.source))
+            return Step(self._verify([first, *drafts], self.policy.source))
         return Step(self._verify([first, *drafts], "given"))
 
     def next_token(self) -> int:
@@ -278,16 +278,16 @@ class Session:
     def _propose(self, first: int, max_tokens: int | None) -> list[int]:
         """Guesses for what follows `first`, the token that is fed next."""
         self._look_up_prices()
-        drafts = self._ask(self.length.draft, first, self._room(max_tokens))
+        drafts = self._ask(self.policy.draft, first, self._room(max_tokens))
         if self._region != "tool" or not drafts:
             return drafts
         return drafts[: max(0, self._reply.guard.filter([first, *drafts]) - 1)]
 
     def _ask(self, question: Callable[..., Any], last: int, room: int) -> Any:
         """Ask the controller about the text that ends with `last`."""
-        before = self.length.parked
+        before = self.policy.parked
         answer = question(self.drafter, self._text_to(last), room, self._region)
-        self.stats.parked += self.length.parked - before
+        self.stats.parked += self.policy.parked - before
         return answer
 
     def _text_to(self, last: int) -> list[int]:
@@ -313,16 +313,16 @@ class Session:
 
     def _look_up_prices(self) -> None:
         """Tell the controller what calls cost here; measured when it first matters, then kept."""
-        if self._knows_prices or not self.length.chooses or self.drafter.name == "none":
+        if self._knows_prices or not self.policy.chooses or self.drafter.name == "none":
             return
         prices = self.engine.prices
-        if not prices.seconds and self.length.wants_prices:
+        if not prices.seconds and self.policy.wants_prices:
             self._timeline.abort()  # what a suspended stream runs ahead
             prices.measure(self.engine.scratch_timeline(), self.sampler, self._timeline.tokens)
             self.engine.notices.append(prices.notice)
         if prices.seconds:
             self._knows_prices = True
-            self.length.costs.use(prices.seconds, runs_ahead=not self.sampler.needs_history)
+            self.policy.costs.use(prices.seconds, runs_ahead=not self.sampler.needs_history)
 
     def _verify(self, feed: list[int], source: str) -> list[int]:
         """One model call on the block; commit its first token and the drafts that agree."""
@@ -344,9 +344,9 @@ class Session:
         self._next = (self.pos, self.attempt, picks[accepted])
         took = time.perf_counter() - begin
         if len(feed) > 1:
-            self.length.observe(len(feed), 1 + accepted, took)
+            self.policy.observe(len(feed), 1 + accepted, took)
         else:
-            self.length.observe_plain(took, first=self._runs_ahead, last=self._runs_ahead)
+            self.policy.observe_plain(took, first=self._runs_ahead, last=self._runs_ahead)
         self.stats.count_block(len(feed) - 1, accepted, source)
         self.stats.generated_tokens += 1 + accepted
         self.stats.forwards += 1
@@ -480,7 +480,7 @@ class Session:
     @property
     def _runs_ahead(self) -> bool:
         """Whether plain decoding may build a call while the one before runs."""
-        return self.length.runs_ahead and not self.sampler.needs_history
+        return self.policy.runs_ahead and not self.sampler.needs_history
 
     def _steps(self, end: int | None) -> Iterator[Step]:
         """Blocks without end, or up to position `end`; plain decoding runs one call ahead."""
@@ -491,7 +491,7 @@ class Session:
                 continue
             drafts = self._propose(first, left)
             if drafts or not self._runs_ahead:
-                yield Step(self._verify([first, *drafts], self.length.source))
+                yield Step(self._verify([first, *drafts], self.policy.source))
             else:
                 yield from self._plain_steps(first, end)
 
@@ -526,11 +526,11 @@ class Session:
         if self.drafter.name == "none":
             return False
         left = None if end is None else end - self.pos
-        return self._ask(self.length.wants, token, self._room(left)) or self._is_to_measure
+        return self._ask(self.policy.wants, token, self._room(left)) or self._is_to_measure
 
     @property
     def _is_to_measure(self) -> bool:
-        return self.length.wants_prices and not self._knows_prices
+        return self.policy.wants_prices and not self._knows_prices
 
     def _run_ahead(self, token: mx.array) -> tuple[mx.array, mx.array]:
         """Open a block on a token (1,) that may not be known yet; the next pick (1,) and the row
@@ -544,7 +544,7 @@ class Session:
 
     def _count_plain(self, following: int, seconds: float, first: bool, last: bool) -> None:
         self._next = (self.pos, self.attempt, following)
-        self.length.observe_plain(seconds, first=first, last=last)
+        self.policy.observe_plain(seconds, first=first, last=last)
         self.stats.count_block(0, 0)
         self.stats.generated_tokens += 1
 

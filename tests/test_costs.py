@@ -154,7 +154,7 @@ def loop(n):
 
 def test_measured_once_when_there_is_something_to_decide(monkeypatch):
     """A short reply, or one without guesses, must not wait for it, and nobody twice."""
-    monkeypatch.setattr("ds4cli.drafters.length.MEASURED_AFTER", 12)
+    monkeypatch.setattr("ds4cli.drafters.policy.MEASURED_AFTER", 12)
     calls, true = [], PriceList.measure
     monkeypatch.setattr(PriceList, "measure", lambda *args: (calls.append(1), true(*args)))
     model = build("qwen3_next", scale=2.0)
@@ -185,8 +185,8 @@ def test_plain_tokens_run_ahead_beside_a_drafter(name, monkeypatch):
     monkeypatch.setattr(Session, "_run_ahead", lambda *args: (ahead.append(1), true(*args))[1])
     wishes = iter([i % 5 == 4 for i in range(200)])
     drafts = iter([[], [1, 2]] * 100)
-    monkeypatch.setattr(session.length, "wants", lambda *args: next(wishes))
-    monkeypatch.setattr(session.length, "draft", lambda *args: next(drafts))
+    monkeypatch.setattr(session.policy, "wants", lambda *args: next(wishes))
+    monkeypatch.setattr(session.policy, "draft", lambda *args: next(drafts))
     assert run(session, prompt(10), 60) == plain(model, prompt(10), 60)
     blocks = session.stats.blocks
     assert len(ahead) > 30 and session.stats.proposed > 10

@@ -81,7 +81,7 @@ def test_longer_matches_draft_longer():
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 9))
 @settings(max_examples=150, deadline=None)
 def test_confidence_is_the_match_and_drafts_fit(tokens, n):
-    """A wrong length misleads the draft-length controller; too many drafts overrun the block."""
+    """A wrong length misleads the draft policy; too many drafts overrun the block."""
     drafter = NgramDrafter()
     drafts = drafter.propose(tokens, n)
     assert len(drafts) <= n and (len(drafts) > 0) == (drafter.confidence > 0)

@@ -49,7 +49,7 @@ MAX_OPEN = 8
 MEASURED_AFTER = 48
 
 
-class DraftLength:
+class DraftPolicy:
     """Asks a drafter's parts for guesses and decides whose to feed, and how many.
 
     known: what earlier sessions learnt of the same drafters. costs: what calls cost; `costs.use`

@@ -1,4 +1,4 @@
-"""The draft-length controller, on simulated machines and texts with a simulated clock."""
+"""The draft policy, on simulated machines and texts with a simulated clock."""
 
 import random
 from functools import lru_cache
@@ -8,7 +8,7 @@ import pytest
 from ds4cli.drafters import Drafter
 from ds4cli.drafters.combined import CombinedDrafter
 from ds4cli.drafters.costs import SIZES
-from ds4cli.drafters.length import HEAT_TOKENS, Chances, DraftLength, Experience
+from ds4cli.drafters.policy import HEAT_TOKENS, Chances, DraftPolicy, Experience
 from ds4cli.settings import Settings
 
 ROOM = 31
@@ -72,12 +72,12 @@ class Clock:
         return seconds
 
     def controller(self, is_measured=True, **settings):
-        length = DraftLength(Settings(**settings), clock=lambda: self.seconds)
+        policy = DraftPolicy(Settings(**settings), clock=lambda: self.seconds)
         if is_measured:
             noise = [max(0.8, self.rng.gauss(1, 0.03)) for _ in SIZES]
             prices = {r: self.machine(r) * f for r, f in zip(SIZES, noise, strict=True)}
-            length.costs.use({0: 1.0, **prices})
-        return length
+            policy.costs.use({0: 1.0, **prices})
+        return policy
 
     def room(self, until):
         return min(ROOM, until - self.pos - 1)
@@ -89,28 +89,28 @@ class Clock:
         self.lengths.append(len(drafts))
         return kept, self.spend(self.machine(1 + len(drafts)))
 
-    def run(self, until, length, region="prose"):
+    def run(self, until, policy, region="prose"):
         """Go on with a controller."""
         while self.pos < until:
-            drafts = length.draft(self.drafter, range(self.pos), self.room(until), region)
-            if drafts or not length.runs_ahead:
-                length.observe(1 + len(drafts), *self.verify(drafts))
+            drafts = policy.draft(self.drafter, range(self.pos), self.room(until), region)
+            if drafts or not policy.runs_ahead:
+                policy.observe(1 + len(drafts), *self.verify(drafts))
             else:
-                self.plain(until, length, region)
+                self.plain(until, policy, region)
         return self
 
-    def plain(self, until, length, region):
+    def plain(self, until, policy, region):
         """One call ahead, until the controller wants drafts."""
         first, wants = True, False
         while self.pos < until:
             took = self.spend(self.machine(1) if first else 1.0)
             self.pos += 1
             self.lengths.append(0)
-            length.observe_plain(took, first=first, last=wants)
+            policy.observe_plain(took, first=first, last=wants)
             if wants:
                 return
             first = False
-            wants = length.wants(self.drafter, range(self.pos), self.room(until), region)
+            wants = policy.wants(self.drafter, range(self.pos), self.room(until), region)
 
     def fixed(self, until, k):
         """k drafts in every block."""
@@ -165,8 +165,8 @@ def test_regret_is_at_most_5_percent(machine, is_free):
     regrets = []
     for text in TEXTS:
         c = clock(machine, text, is_free)
-        length = c.controller()
-        ours = rate_after_learning(c, lambda until, c=c, length=length: c.run(until, length))
+        policy = c.controller()
+        ours = rate_after_learning(c, lambda until, c=c, policy=policy: c.run(until, policy))
         regrets.append(ours / best_fixed(machine, text, is_free) - 1)
     assert max(regrets) < 0.05 and sum(max(0.0, r) for r in regrets) / len(regrets) < 0.02
 
@@ -183,8 +183,8 @@ def test_two_drafters_are_as_good_as_the_better_one(machine, head):
 
     def seconds(make):
         c = Clock(MACHINES[machine], make(*drafters()))
-        length = c.controller()
-        return rate_after_learning(c, lambda until: c.run(until, length))
+        policy = c.controller()
+        return rate_after_learning(c, lambda until: c.run(until, policy))
 
     alone = seconds(lambda copies, _: copies), seconds(lambda _, head: head)
     both = seconds(CombinedDrafter)
@@ -197,9 +197,9 @@ def test_the_time_of_drafting_is_its_own():
     dear = Guesser(lambda _: 0.9, is_free=False, name="dear")
     cheap = Guesser(lambda _: 0.9, name="cheap", seed=1)
     c = Clock(MACHINES["linear"], CombinedDrafter(cheap, dear), start=3.0)
-    length = c.controller()
-    c.run(1500, length)
-    assert abs(length.costs.price(6) - MACHINES["linear"](6)) < 0.2
+    policy = c.controller()
+    c.run(1500, policy)
+    assert abs(policy.costs.price(6) - MACHINES["linear"](6)) < 0.2
     assert dear.asked < 30 and c.seconds < 0.6 * 1500
 
 
@@ -208,11 +208,11 @@ def test_recovers_when_text_turns_repetitive():
     for is_free in (True, False):
         guesser = Guesser(lambda pos: 0.0 if pos < 1000 else 0.97, is_free)
         c = Clock(MACHINES["linear"], guesser)
-        length = c.controller()
-        c.run(1000, length)
-        assert c.lengths[-50:].count(0) > 45 and length.parked > 700
+        policy = c.controller()
+        c.run(1000, policy)
+        assert c.lengths[-50:].count(0) > 45 and policy.parked > 700
         before = c.seconds
-        c.run(3000, length)
+        c.run(3000, policy)
         assert 2000 / (c.seconds - before) > 2.0
 
 
@@ -235,11 +235,11 @@ def test_regions_are_kept_apart():
     """Prose that cannot be guessed must not park the drafts of a tool call."""
     guesser = Guesser(lambda pos: 0.0 if pos % 200 < 100 else 0.97)
     c = Clock(MACHINES["linear"], guesser)
-    length = c.controller()
+    policy = c.controller()
     for start in range(0, 1600, 200):
-        c.run(start + 100, length, region="prose")
+        c.run(start + 100, policy, region="prose")
         in_prose = len(c.lengths)
-        c.run(start + 200, length, region="tool")
+        c.run(start + 200, policy, region="tool")
     assert max(c.lengths[in_prose : in_prose + 3]) >= 5
 
 
@@ -247,23 +247,23 @@ def test_confidence_decides():
     """Long matches must draft although short ones never hold."""
     guesser = Guesser(lambda pos: 0.0 if pos % 40 < 20 else 0.98)
     c = Clock(MACHINES["linear"], guesser)
-    length = c.controller()
+    policy = c.controller()
     for start in range(0, 1200, 40):
         guesser.confidence = 1
-        c.run(start + 20, length)
+        c.run(start + 20, policy)
         low = len(c.lengths)
         guesser.confidence = 12
-        c.run(start + 40, length)
+        c.run(start + 40, policy)
     assert max(c.lengths[low - 18 : low]) == 0 and max(c.lengths[low : low + 2]) >= 6
 
 
 def test_one_slow_block_does_not_park():
     """A hiccup of the machine must not pass for the price of a row count."""
     c = clock("linear", 0.9)
-    length = c.controller()
-    c.run(600, length)
-    length.observe(1 + c.lengths[-5], 1, 500.0)
-    c.run(900, length)
+    policy = c.controller()
+    c.run(600, policy)
+    policy.observe(1 + c.lengths[-5], 1, 500.0)
+    c.run(900, policy)
     assert min(c.lengths[-20:-3]) > 0
 
 
@@ -297,8 +297,8 @@ def test_no_room_no_drafts():
     """At the token limit nothing may be drafted, nor the drafter run."""
     guesser = Guesser(lambda _: 1.0)
     for settings in (Settings(), Settings(speculate="always"), Settings(num_draft_tokens=3)):
-        length = DraftLength(settings)
-        assert length.draft(guesser, range(5), 0) == [] and not length.wants(guesser, range(5), 0)
+        policy = DraftPolicy(settings)
+        assert policy.draft(guesser, range(5), 0) == [] and not policy.wants(guesser, range(5), 0)
     assert guesser.asked == 0
 
 
@@ -307,10 +307,10 @@ def test_no_room_no_drafts():
 
 def test_a_rewind_forgets_open_proposals():
     """After a rewind or a new prompt the text is no verdict on what was proposed before."""
-    guesser, length = Guesser(lambda _: 1.0), DraftLength(Settings())
-    length.draft(guesser, range(10), 4)
-    length.draft(guesser, [*range(10), 99, 98, 97, 96, 95], 4)  # nothing was observed between
-    assert all(not place._any._tried for place in length._known._places.values())
+    guesser, policy = Guesser(lambda _: 1.0), DraftPolicy(Settings())
+    policy.draft(guesser, range(10), 4)
+    policy.draft(guesser, [*range(10), 99, 98, 97, 96, 95], 4)  # nothing was observed between
+    assert all(not place._any._tried for place in policy._known._places.values())
 
 
 def test_chances_follow_what_is_seen():
@@ -331,9 +331,9 @@ def test_never_below_097_of_plain(machine, right, is_free):
     a short reply and before anything was measured."""
     for is_measured in (True, False):
         c = clock(machine, right, is_free)
-        length = c.controller(is_measured)
-        assert 200 / c.run(201, length).seconds > 0.96
-        assert 2000 / c.run(2001, length).seconds > 0.97
+        policy = c.controller(is_measured)
+        assert 200 / c.run(201, policy).seconds > 0.96
+        assert 2000 / c.run(2001, policy).seconds > 0.97
 
 
 def test_a_new_session_goes_by_what_earlier_ones_learnt():
@@ -346,9 +346,9 @@ def test_a_new_session_goes_by_what_earlier_ones_learnt():
             chances.learn(2, 0)
     place.begin_probe()  # what trying may cost was spent
     for experience, wanted in ((known, False), (Experience(), True)):
-        length = DraftLength(Settings(), experience)
-        length.costs.use({0: 1.0, 1: 1.0, 33: 9.0})
-        assert bool(length.draft(guesser, range(9), 4)) == wanted
+        policy = DraftPolicy(Settings(), experience)
+        policy.costs.use({0: 1.0, 1: 1.0, 33: 9.0})
+        assert bool(policy.draft(guesser, range(9), 4)) == wanted
 
 
 def test_a_head_offers_no_more_than_it_can_give():
@@ -359,8 +359,8 @@ def test_a_head_offers_no_more_than_it_can_give():
 
     def seconds(drafter):
         c = Clock(MACHINES["flat"], drafter, start=0.5, per_draft=0.0)
-        length = c.controller()
-        return rate_after_learning(c, lambda until: c.run(until, length))
+        policy = c.controller()
+        return rate_after_learning(c, lambda until: c.run(until, policy))
 
     assert seconds(CombinedDrafter(copies, head)) < 1.1 * seconds(copies)
 
@@ -371,9 +371,9 @@ def test_a_new_kind_of_text_starts_from_what_is_known_of_all_guesses():
     known, head = Experience(), Guesser(lambda _: 0.98, is_free=False)
     head.first_reach, head.drafts_at_once = 8, True
     c = Clock(MACHINES["dear start"], head, start=1.0, per_draft=0.0)
-    length = c.controller()
-    length._known = known
-    c.run(300, length, region="prose")
+    policy = c.controller()
+    policy._known = known
+    c.run(300, policy, region="prose")
     chances = known.place(head, "code").chances
     eighth = [alive for alive, _ in zip(chances.survival(), range(8), strict=False)][-1]
     assert eighth > 0.7
