@@ -178,18 +178,19 @@ class Timeline:
         this one runs.
         """
         self._forget_ahead()
-        holds = [a.hold() for a in self.adapters]
+        holds, below = [a.hold() for a in self.adapters], list(self._open)
         slots = [holds[i] for i, a in enumerate(self.adapters) if not a.seekable]
+        start = self.pos + sum(len(block.feed) for block in below)
         try:
             for a in self.adapters:
                 a.before_write(same_rows=again)
             logits, tape, hidden = self._call(tokens, record and self.recording, stop_rows)
+            self._open.append(_Block(start, tokens, holds, slots, tape, logits, hidden))
+            return logits
         except BaseException:
             self._restore(holds)
+            self._open = below
             raise
-        start = self.pos + sum(len(block.feed) for block in self._open)
-        self._open.append(_Block(start, tokens, holds, slots, tape, logits, hidden))
-        return logits
 
     def _call(
         self, tokens: Sequence[int] | mx.array, record: bool, stop_rows: int = 0
@@ -297,11 +298,12 @@ class Timeline:
         return 0 if self.recorder is None else self.recorder.row_bytes
 
     def _forget_ahead(self) -> None:
-        """The next write overwrites what lies beyond pos."""
+        """The next write overwrites what lies beyond pos. The tokens go last: interrupted before,
+        this is done again."""
         if self.ahead:
-            self.ahead = []
             self.horizon.truncate(self.pos)
             self.ladder.drop_after(self.pos)
+            self.ahead = []
 
     def _restore(self, holds: list[Any]) -> None:
         for a, held in zip(self.adapters, holds, strict=True):
@@ -540,7 +542,10 @@ class Timeline:
         return twin
 
     def state(self) -> dict[str, Any]:
-        """Everything that `load_state` needs: plain containers, numbers and arrays."""
+        """Everything that `load_state` needs: plain containers, numbers and arrays.
+
+        Marks beyond pos stay behind: they are good for `ahead` only, which is not kept.
+        """
         self.abort()
         layers = [a.state_dict() for a in self.adapters]
         return {
@@ -548,7 +553,7 @@ class Timeline:
             "logits": self.logits,
             "kv": self._kv_kind,
             "layers": [{"arrays": arrays, "meta": meta} for arrays, meta in layers],
-            "frontiers": [vars(f) for f in self.ladder.frontiers],
+            "frontiers": [vars(f) for f in self.ladder.frontiers if f.pos <= self.pos],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -565,6 +570,7 @@ class Timeline:
         self.record = (self.pos, self.pos)
         frontiers = [Frontier(**f) for f in state["frontiers"]]
         self.ladder = Ladder(self.limits.budget_bytes, frontiers)
+        self.ladder.drop_after(self.pos)  # earlier versions kept marks of texts that were gone
 
     # -- long feeds -------------------------------------------------------------------------------
 

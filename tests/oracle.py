@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -146,3 +148,46 @@ def failing_layer(model, index: int, error: type[BaseException] = KeyboardInterr
         yield
     finally:
         layer.__class__ = kind
+
+
+class Interrupt:
+    """Ctrl-C before one line of some functions: the `nth` that runs within the `with` block.
+
+    struck: whether so many lines ran.
+    """
+
+    def __init__(self, functions: Sequence[Callable], nth: int):
+        self.struck = False
+        self._codes = {function.__code__ for function in functions}
+        self._left = nth
+
+    def __enter__(self) -> None:
+        self._was = sys.gettrace()
+        sys.settrace(self._enter_frame)
+
+    def __exit__(self, kind, *_: object) -> bool:
+        sys.settrace(self._was)
+        return kind is KeyboardInterrupt and self.struck
+
+    def _enter_frame(self, frame, *_: object) -> Callable | None:
+        return self._line if frame.f_code in self._codes else None
+
+    def _line(self, frame, event: str, _: object) -> Callable:
+        if event == "line":
+            if self._left == 0:
+                self.struck = True
+                raise KeyboardInterrupt("planted")
+            self._left -= 1
+        return self._line
+
+
+def interrupts(*functions: Callable) -> Iterator[Interrupt]:
+    """An `Interrupt` for each line of the functions that runs, and a last one that never strikes.
+
+    Enter each once, around the same work.
+    """
+    for nth in count():
+        interrupt = Interrupt(functions, nth)
+        yield interrupt
+        if not interrupt.struck:
+            return

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import FAMILIES, assert_fresh, failing_layer, prompt
+from oracle import FAMILIES, assert_fresh, failing_layer, interrupts, prompt
 from tiny import CFG, V, build
 
 from ds4cli.caches import adapt, build_caches
@@ -62,6 +62,26 @@ def test_an_error_between_layers_leaves_the_block_undone(name):
         check(t)
     step(t, [7])
     check(t)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text", "deepseek_v41"])
+def test_an_interrupt_at_any_line_of_a_feed_leaves_the_block_undone(name):
+    """After the model's call, before the block was noted, the layers stood ahead of the tokens."""
+    t = timeline(name)
+    t.sync(prompt(20))
+    lines = 0
+    for interrupted in interrupts(Timeline.feed, Timeline._forget_ahead):
+        twin = t.fork()
+        twin.mark("turn")
+        twin.rewind(12)  # so that there is something ahead to forget
+        with interrupted:
+            twin.feed([5, 6, 7])
+        lines += interrupted.struck
+        if not interrupted.struck:
+            twin.abort()
+        assert (twin.tokens, twin.open_blocks) == (prompt(12), 0)
+        check(twin)
+    assert lines > 10
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -273,6 +293,21 @@ def test_a_marked_turn_end_costs_nothing():
     check(t)
 
 
+def test_a_loaded_timeline_knows_no_marks_of_a_text_that_is_gone():
+    """After going back and saving, a mark ahead served another text, without a model call."""
+    t = timeline("lfm2", horizon=16)
+    t.sync(prompt(40))
+    t.mark("turn")
+    marks = [vars(f) for f in t.ladder.frontiers]
+    t.rewind(37)
+    for frontiers in (t.state()["frontiers"], marks):  # of this version, and of earlier ones
+        loaded = Timeline(t.model, t.recorder, t.limits)
+        loaded.load_state({**t.state(), "frontiers": frontiers})
+        loaded.sync([*t.tokens, *prompt(60, seed=2)])
+        loaded.rewind(40)
+        check(loaded)
+
+
 def test_an_exact_repeat_feeds_nothing():
     """`/retry` right after a reply, or the same prompt twice, must not read it again."""
     for name in FAMILIES:
@@ -359,51 +394,96 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("edit"), st.integers(0, 40), st.integers(1, 20)),
     st.tuples(st.just("fork"), st.integers(1, 6), st.just(0)),
     st.tuples(st.just("reload"), st.just(0), st.just(0)),
-    st.tuples(st.just("mark"), st.just(0), st.just(0)),
+    st.tuples(st.just("detour"), st.integers(1, 8), st.integers(0, 3)),
+    st.tuples(st.just("kept detour"), st.integers(1, 8), st.integers(0, 3)),
     st.tuples(st.just("interrupt"), st.integers(0, 3), st.integers(1, 5)),
     st.tuples(st.just("reset"), st.just(0), st.just(0)),
 )
+# What `drive` keeps within reach; what it writes beyond a mark in a detour.
+HORIZON, OVERWRITTEN = 16, 30
 
 
-def apply(t, operation, rng):
-    """Carry one operation out; returns the timeline to go on with."""
-    kind, a, b = operation
-    if kind == "step":
-        step(t, [rng.randrange(V) for _ in range(a)], min(a, b))
-    elif kind == "rewind":
-        t.rewind(max(1, t.pos + len(t.ahead) - a))
-    elif kind == "edit":
-        kept = max(0, t.pos - a)
-        t.sync([*t.tokens[:kept], *[rng.randrange(V) for _ in range(b)]])
-    elif kind == "fork":
-        other, was = t.fork(), t
-        step(was, [rng.randrange(V) for _ in range(a)])
-        t = other
-    elif kind == "reload":
-        state = t.state()
-        t = Timeline(t.model, t.recorder, t.limits)
-        t.load_state(state)
-    elif kind == "mark":
-        t.mark("turn")
-    elif kind == "interrupt":
-        with failing_layer(t.model, a % len(t.model.layers)), pytest.raises(KeyboardInterrupt):
-            t.feed([rng.randrange(V) for _ in range(b)])
-    else:
-        t.sync([])
-        t.sync(prompt(5))
-    return t
+class Driven:
+    """A timeline under random operations, compared with a fresh one after every move."""
+
+    def __init__(self, name, seed):
+        self.dice, self.sources = random.Random(seed), set()
+        self.t = timeline(name, horizon=HORIZON, chunk=8)
+        self.went(self.t.sync(prompt(10, seed=seed)))
+
+    def went(self, report):
+        self.sources.add(report.source)
+        check(self.t)
+
+    def tokens(self, n):
+        return [self.dice.randrange(V) for _ in range(n)]
+
+    def step(self, n, kept):
+        step(self.t, self.tokens(n), min(n, kept))
+        check(self.t)
+
+    def rewind(self, depth):
+        self.went(self.t.rewind(max(1, self.t.pos + len(self.t.ahead) - depth)))
+
+    def edit(self, depth, n):
+        kept = max(0, self.t.pos - depth)
+        self.went(self.t.sync([*self.t.tokens[:kept], *self.tokens(n)]))
+
+    def fork(self, n):
+        was, self.t = self.t, self.t.fork()
+        step(was, self.tokens(n))
+        check(self.t)
+
+    def reload(self):
+        state = self.t.state()
+        self.t = Timeline(self.t.model, self.t.recorder, self.t.limits)
+        self.t.load_state(state)
+        check(self.t)
+
+    def detour(self, n, back, kept=False):
+        """Mark a place, go on, go back to a little before it, write another text over it, and go
+        to where the mark was."""
+        marked = self.t.pos
+        self.t.mark("turn")
+        self.step(n, n)
+        self.rewind(n + back)
+        if kept:
+            self.reload()
+        self.edit(0, OVERWRITTEN)
+        self.went(self.t.rewind(marked))
+
+    def interrupt(self, index, n):
+        model = self.t.model
+        with failing_layer(model, index % len(model.layers)), pytest.raises(KeyboardInterrupt):
+            self.t.feed(self.tokens(n))
+        check(self.t)
+
+    def reset(self):
+        self.t.sync([])
+        self.went(self.t.sync(prompt(5)))
+
+    def apply(self, kind, a, b):
+        """Carry out one of OPERATIONS."""
+        if kind in ("rewind", "fork"):
+            getattr(self, kind)(a)
+        elif kind in ("reload", "reset"):
+            getattr(self, kind)()
+        elif kind == "kept detour":
+            self.detour(a, b, kept=True)
+        else:
+            getattr(self, kind)(a, b)
 
 
 def drive(name, operations, seed):
-    rng = random.Random(seed)
-    t = timeline(name, horizon=16, chunk=8)
-    t.sync(prompt(10, seed=seed))
+    """Carry the operations out; the sources that the moves came from."""
+    driven = Driven(name, seed)
     for operation in operations:
-        t = apply(t, operation, rng)
-        check(t)
+        driven.apply(*operation)
+    return driven.sources
 
 
-# Always include: accepted >= 2 then a one-token step; two rewinds in a row; a rewind over the wrap.
+# Always include: accepted >= 2 then a one-token step; two rewinds in a row; a rewind over the wrap;
+# a mark whose text is overwritten, with a save in between or without.
 FIXED = [
     ("step", 5, 3),
     ("step", 1, 1),
@@ -419,21 +499,28 @@ FIXED = [
     ("edit", 20, 9),
     ("interrupt", 1, 3),
     ("step", 3, 2),
+    ("rewind", 0, 0),
+    ("detour", 7, 3),
+    ("kept detour", 7, 3),
+    ("rewind", 10**6, 0),
 ]
 
 
 @pytest.mark.parametrize("name", list(CFG))
 def test_the_sequences_that_broke_other_tools(name):
-    """Accepted >= 2 then a one-token step, rewinds in a row, a rewind across the wrap."""
+    """Accepted >= 2 then a one-token step, rewinds in a row, a rewind across the wrap, a mark of a
+    text that is gone."""
     pytest.importorskip(f"mlx_lm.models.{name.split(':')[0]}")
-    drive(name, FIXED, seed=1)
+    sources = drive(name, FIXED, seed=1)
+    far = "trim" if timeline(name).can_cut else "frontier"
+    assert sources == {"live", "block", "horizon", far, "rebuild"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(OPERATIONS, min_size=5, max_size=12), st.integers(0, 99))
 def test_random_operations_equal_a_fresh_session(name, operations, seed):
-    """Any order of step, rewind, edit, fork, reload, interrupt and reset is exact."""
+    """Any order of step, rewind, edit, fork, reload, detour, interrupt and reset is exact."""
     drive(name, operations, seed)
 
 
