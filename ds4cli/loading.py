@@ -14,11 +14,16 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.utils import _get_classes, dequantize_model, hf_repo_to_path, load_model, load_tokenizer
+from mlx_lm.utils import _get_classes, dequantize_model, load_model, load_tokenizer
 
 from ds4cli.errors import ModelError, UsageError
 
 BUILTIN = Path(__file__).parent / "builtin"
+# What a model needs of a hub repository. No code: none of it would be run.
+WANTED = (
+    "*.json", "*.jsonl", "*.jinja", "*.txt", "*.tiktoken", "tiktoken.model", "tokenizer.model",
+    "model*.safetensors",
+)  # fmt: skip
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
 # Share of the free memory that float32 weights may take on a CPU before we keep them as stored.
 FLOAT32_MEMORY_SHARE = 0.6
@@ -75,13 +80,20 @@ def locate(name: str, offline: bool = False) -> Source:
         raise UsageError(f"cannot read `{path}`: {error}") from None
     if not isinstance(config, dict) or not {"model_type", "architectures"} & config.keys():
         raise UsageError(f"`{path}` names no model_type")
+    if "model_file" in config:
+        raise _needs_code(f"`{name}`", f"model_file: {config['model_file']}")
     return Source(name, folder, config)
+
+
+def _needs_code(what: str, where: str) -> UsageError:
+    return UsageError(
+        f"{what} wants to run code of its own (`{where}`), which ds4cli never does",
+        "use a conversion that mlx-lm reads by itself, with a tokenizer.json",
+    )
 
 
 def check_type(source: Source) -> None:
     """UsageError for a type that mlx-lm has no code for, before the tokenizer is read."""
-    if "model_file" in source.config:  # code of its own: mlx-lm says what it thinks of that
-        return
     if "model_type" not in source.config:
         raise UsageError(f"`{source.folder / 'config.json'}` names no model_type")
     try:
@@ -110,14 +122,15 @@ def _folder(name: str, offline: bool) -> Path:
 
 
 def _from_hub(name: str, offline: bool) -> Path:
-    """A hub repository's local copy, downloaded as mlx-lm does unless `offline`."""
+    """A hub repository's local copy, downloaded as mlx-lm does, but no code, unless `offline`."""
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-    from mlx_lm.utils import _download
+    from mlx_lm.utils import snapshot_download
 
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
     try:
-        return hf_repo_to_path(name) if offline else _download(name)
+        patterns = list(WANTED)
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=offline))
     except HFValidationError:
         raise UsageError(f"`{name}` is neither a folder nor a hub id") from None
     except (LocalEntryNotFoundError, FileNotFoundError):
@@ -131,10 +144,17 @@ def _from_hub(name: str, offline: bool) -> Path:
 
 
 def tokenizer(source: Source) -> Any:
-    """The folder's tokenizer, wrapped by mlx-lm."""
+    """The folder's tokenizer, wrapped by mlx-lm.
+
+    UsageError for one that needs code from the folder: unless told not to, transformers asks on
+    standard input whether to run it, and piped text would answer.
+    """
+    eos, extra = source.config.get("eos_token_id"), {"trust_remote_code": False}
     try:
-        return load_tokenizer(source.folder, eos_token_ids=source.config.get("eos_token_id"))
+        return load_tokenizer(source.folder, extra, eos_token_ids=eos)
     except Exception as error:  # transformers raises many kinds
+        if "trust_remote_code" in str(error):
+            raise _needs_code(f"the tokenizer of `{source.name}`", "auto_map") from None
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(f"`{source.name}` has no usable tokenizer: {first}") from None
 

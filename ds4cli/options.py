@@ -16,9 +16,12 @@ from typing import Annotated, Any
 
 import typer
 
-from ds4cli import settings
+from ds4cli import settings, terminal
 from ds4cli.errors import UsageError
 from ds4cli.settings import OPTIONS, OUTPUT, Option, Resolved, Settings
+
+# Settings that name a file to trust.
+TRUSTED = ("model", "draft_model", "tools")
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,17 @@ def _run(
         sys.stdout.write(settings.to_toml(resolved.settings, resolved.origins))
         return None
     refuse_both(quiet=quiet, verbose=verbose)
+    if config is None and not quiet:
+        _say_what_is_trusted_here(resolved)
     return Run(resolved, quiet, verbose or debug)
+
+
+def _say_what_is_trusted_here(resolved: Resolved) -> None:
+    """The settings file in the current folder was found, not named: it may be somebody else's."""
+    for name in TRUSTED:
+        if resolved.origins[name].endswith(f" {settings.HERE}"):
+            value = getattr(resolved.settings, name)
+            terminal.note(f"./{settings.HERE} sets {name} = `{value}`; --no-config ignores it")
 
 
 def _parameter(name: str, option: Option) -> inspect.Parameter:

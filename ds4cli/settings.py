@@ -324,11 +324,14 @@ class ConfigFile:
     profiles: dict[str, dict[str, Any]]
 
 
+HERE = Path("ds4cli.toml")
+
+
 def find_config(environ: Mapping[str, str] | None = None) -> Path | None:
     """`./ds4cli.toml`, else `$XDG_CONFIG_HOME/ds4cli/config.toml` (`~/.config` on macOS too)."""
     environ = os.environ if environ is None else environ
     home = environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    places = Path("ds4cli.toml"), Path(home) / "ds4cli" / "config.toml"
+    places = HERE, Path(home) / "ds4cli" / "config.toml"
     return next((place for place in places if place.is_file()), None)
 
 

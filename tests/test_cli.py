@@ -214,6 +214,17 @@ def test_files_profiles_and_the_environment_reach_the_engine(engine, monkeypatch
     assert engine.loaded == [Settings(temp=0.5, top_k=2, **ours), Settings(**ours)]
 
 
+def test_a_model_that_the_current_folder_names_is_said():
+    """A settings file that came with somebody else's folder chooses the model, and nobody sees."""
+    Path("ds4cli.toml").write_text("model = 'evil'\n[profiles.p]\ndraft_model = 'bad'")
+    del os.environ["DS4CLI_MODEL"]
+    said = "./ds4cli.toml sets model = `evil`; --no-config ignores it\n"
+    assert run("hi").stderr == said
+    assert "sets draft_model = `bad`" in run("hi", "--profile", "p").stderr
+    for args in (["-m", "mine"], ["--config", "ds4cli.toml"], ["-q"], ["--no-config", "-m", "m"]):
+        assert "ds4cli.toml sets" not in run("hi", *args).stderr
+
+
 def test_show_config_is_toml_with_origins_and_loads_nothing(engine):
     """Guards: `--show-config` needs a prompt or a model, or lies about where a value is from."""
     Path("ds4cli.toml").write_text("temp = 0.5")

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from fnmatch import fnmatch
 
 import pexpect
 import pytest
@@ -93,6 +94,71 @@ def test_models_that_cannot_be_used(tmp_path, model_folder, args, message):
     result = run(*words, "hi")
     assert result.exit_code == 2 and message in result.stderr and result.stdout == ""
     assert "Traceback" not in result.stderr and len(result.stderr.splitlines()) <= 2
+
+
+EVIL = "open({!r}, 'w').close()\n"
+
+
+def evil_folder(folder, model_folder, table, **entries):
+    """A model whose `table` (a JSON file) names code in its folder; the code would make a file."""
+    shutil.copytree(model_folder, folder)
+    config = json.loads((folder / table).read_text())
+    (folder / table).write_text(json.dumps({**config, **entries}))
+    (folder / "evil.py").write_text(EVIL.format(str(folder / "was_run")))
+    return folder
+
+
+CODE = {
+    "tokenizer": (
+        "tokenizer_config.json",
+        {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}},
+    ),
+    "config": (
+        "config.json",
+        {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil"}},
+    ),
+    "model_file": ("config.json", {"model_file": "evil.py"}),
+}
+
+
+@pytest.mark.parametrize("kind", CODE)
+@pytest.mark.parametrize("flag", ["-m", "--draft-model"])
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_no_code_of_a_model_folder_is_run(tmp_path, model_folder, kind, flag, command):
+    """transformers asks on standard input whether to run a folder's code: piped text said yes."""
+    table, entries = CODE[kind]
+    folder = evil_folder(tmp_path / kind, model_folder, table, **entries)
+    own = [] if flag == "-m" else ["-m", str(model_folder)]
+    args = [command, *own, flag, str(folder)]
+    done = CliRunner().invoke(app, args, input="y\ny\nyes\n1\n")
+    assert done.exit_code == 2 and done.stdout == "" and not (folder / "was_run").exists()
+    error, hint = done.stderr.splitlines()
+    assert error.startswith("error: ") and str(folder) in error and hint.startswith("hint: ")
+    assert "y/N" not in done.stderr
+
+
+def test_code_that_is_not_needed_does_not_matter(tmp_path, model_folder):
+    """Most models on the hub carry an `auto_map` for others: refusing those refuses them all."""
+    names = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+    folder = evil_folder(tmp_path / "m", model_folder, "config.json", auto_map=names)
+    done = run("-m", folder, "-n", "4", "hi", stdin="y\n")
+    assert done.exit_code == 0 and not (folder / "was_run").exists(), done.stderr
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_no_code_is_downloaded(tmp_path, model_folder, monkeypatch, offline):
+    """mlx-lm fetches `*.py` of every repository."""
+    asked = {}
+
+    def snapshot_download(name, **options):
+        asked.update(options)
+        return str(model_folder)
+
+    monkeypatch.setattr("mlx_lm.utils.snapshot_download", snapshot_download)
+    assert run("-m", "owner/name", "-n", "2", *["--offline"] * offline, "hi").exit_code == 0
+    assert asked["local_files_only"] == offline
+    assert not any(fnmatch("evil.py", pattern) for pattern in asked["allow_patterns"])
+    assert any(fnmatch("tokenizer.json", pattern) for pattern in asked["allow_patterns"])
 
 
 def test_a_prompt_longer_than_the_context(tmp_path):
