@@ -22,7 +22,7 @@ import mlx.core as mx
 from ds4cli import __version__, delta, drafters, heads, loading, storage
 from ds4cli.caches import adapt, build_caches, check_kv_bits, check_kv_group
 from ds4cli.capabilities import Capabilities, survey
-from ds4cli.drafters import checkpoint
+from ds4cli.drafters import checkpoint, registry
 from ds4cli.drafters.checkpoint import Head, HeadSource
 from ds4cli.drafters.costs import PriceList
 from ds4cli.drafters.policy import Experience
@@ -38,8 +38,6 @@ from ds4cli.vocabulary import Vocabulary
 
 # Rows of one block at most: what the slack of a sliding window allows beyond the horizon.
 MAX_DRAFT_TOKENS = 31
-# Heads in the target's own folder, the one to prefer first.
-HEAD_ORDER = ("dspark", "dflash", "mtp")
 
 
 @dataclass(frozen=True)
@@ -237,49 +235,55 @@ def _drafting(
     settings: Settings, target: loading.Source
 ) -> tuple[loading.Source | None, HeadSource | None, list[str]]:
     """The draft model or the drafting head to load, checked against the target, and notices."""
-    wanted = settings.drafter
-    if wanted in ("none", "ngram") or settings.speculate == "never":
+    kind = None if settings.drafter == registry.AUTO else registry.named(settings.drafter)
+    if settings.speculate == "never" or (kind is not None and kind.source == registry.NOTHING):
         return None, None, []
     if settings.draft_model is not None:
-        source = loading.locate(settings.draft_model, settings.offline)
-        kind = checkpoint.kind_of(source.config)
-        _refuse_other_kind(wanted, kind or "model", source.name)
-        if kind is None:
-            loading.check_type(source)
-            return source, None, []
-        head = HeadSource(kind, source.name, source.folder, source.config)
-        head.check(target.config)
-        return None, head, []
-    if wanted == "model":
+        return *_named_drafter(kind, settings.draft_model, target, settings.offline), []
+    if kind is not None and kind.source == registry.MODEL:
         raise UsageError("`--drafter model` needs a draft model", "name one with `--draft-model`")
-    return None, *_own_head(wanted, target)
+    return None, *_own_head(kind, target)
 
 
-def _refuse_other_kind(wanted: str, kind: str, name: str) -> None:
-    if wanted not in ("auto", kind):
+def _named_drafter(
+    wanted: registry.Kind | None, name: str, target: loading.Source, offline: bool
+) -> tuple[loading.Source | None, HeadSource | None]:
+    """What `--draft-model` names: an ordinary model, or a head that fits the target."""
+    source = loading.locate(name, offline)
+    kind = checkpoint.kind_of(source.config)
+    found = kind or registry.named("model")
+    if wanted not in (None, found):
         raise UsageError(
-            f"`{name}` is a drafter of the kind `{kind}`, not `{wanted}`",
-            f"leave out `--drafter {wanted}`",
+            f"`{source.name}` is a drafter of the kind `{found.name}`, not `{wanted.name}`",
+            f"leave out `--drafter {wanted.name}`",
         )
+    if kind is None:
+        loading.check_type(source)
+        return source, None
+    head = HeadSource(kind, source.name, source.folder, source.config)
+    head.check(target.config)
+    return None, head
 
 
-def _own_head(wanted: str, target: loading.Source) -> tuple[HeadSource | None, list[str]]:
+def _own_head(
+    wanted: registry.Kind | None, target: loading.Source
+) -> tuple[HeadSource | None, list[str]]:
     """The head in the target's own folder. In `auto`, one that does not fit gives a notice."""
-    for kind in HEAD_ORDER if wanted == "auto" else (wanted,):
+    for kind in registry.HEADS if wanted is None else (wanted,):
         try:
             head = checkpoint.find(kind, target.name, target.folder, target.config)
             if head is not None:
                 head.check(target.config)
         except UsageError as error:
-            if wanted != "auto":
+            if wanted is not None:
                 raise
             return None, [f"drafting with ngram alone: {error}"]
         if head is not None:
             return head, []
-    if wanted == "auto":
+    if wanted is None:
         return None, []
-    other = "" if wanted == "mtp" else "name one with `--draft-model`, or "
-    raise UsageError(f"`{target.name}` has no {wanted} head", f"{other}use `--drafter ngram`")
+    other = "name one with `--draft-model`, or " if wanted.may_be_named else ""
+    raise UsageError(f"`{target.name}` has no {wanted.name} head", f"{other}use `--drafter ngram`")
 
 
 def _load_head(

@@ -18,6 +18,7 @@ from typing import Any
 
 import tomli
 
+from ds4cli.drafters import registry
 from ds4cli.errors import UsageError
 
 PREFIX = "DS4CLI_"
@@ -150,7 +151,7 @@ class Settings:
         str,
         SPECULATION,
         "Where guesses come from; auto: ngram, and the draft model or head if there is one.",
-        choices=("auto", "none", "ngram", "model", "dspark", "dflash", "mtp"),
+        choices=registry.CHOICES,
     )
     draft_model: str | None = _setting(
         None,
@@ -457,9 +458,13 @@ def _profile(config: ConfigFile, name: str) -> dict[str, Any]:
     raise UsageError(f"no profile `{name}` in `{config.path}`", hint)
 
 
+def _takes_no_draft_model(drafter: Any) -> bool:
+    return drafter != registry.AUTO and not registry.named(drafter).may_be_named
+
+
 # Pairs that exclude each other. They count only within one layer: a flag may overrule a file.
 _CONTRADICTIONS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], bool]], ...] = (
-    ("draft_model", bool, "drafter", lambda v: v in ("none", "ngram", "mtp")),
+    ("draft_model", bool, "drafter", _takes_no_draft_model),
     ("raw", bool, "system", bool),
     ("raw", bool, "tools", bool),
     ("raw", bool, "think", lambda v: v is not None),

@@ -16,6 +16,7 @@ from ds4cli.drafters import block, dflash, dspark
 from ds4cli.drafters.block import BlockHead
 from ds4cli.drafters.block_config import read
 from ds4cli.drafters.checkpoint import HeadSource
+from ds4cli.drafters.registry import named
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError, UsageError
 from ds4cli.sampling import Sampler
@@ -494,7 +495,7 @@ def test_weights_that_are_no_numbers_are_named(value, target, tmp_path):
     """A damaged head that guesses nothing right, for a reason nobody is told."""
     checkpoint(tmp_path / "h", DSPARK, target, **{"norm.weight": mx.full((H,), value)})
     with pytest.raises(ModelError, match=r"norm\.weight.*no numbers"):
-        HeadSource("dspark", "h", tmp_path / "h", DSPARK).load(target.model, None)
+        HeadSource(named("dspark"), "h", tmp_path / "h", DSPARK).load(target.model, None)
 
 
 def test_a_vocabulary_of_its_own_needs_its_table(target, tmp_path):

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def section(title: str) -> str:
-    """The text of README under `## title`."""
-    return re.split(rf"^## {title}$", README, flags=re.M)[1].split("\n## ")[0]
+def section(title: str, page: str = README) -> str:
+    """The text of a page, else README, under `## title`."""
+    return re.split(rf"^## {title}$", page, flags=re.M)[1].split("\n## ")[0]
 
 
 def tree() -> dict[str, str]:
@@ -59,8 +59,12 @@ def test_the_file_tree_is_true():
 
 
 def table_rows(title: str) -> dict[str, list[str]]:
-    """The rows of a section's table, by the first cell without backticks."""
-    rows = [line.strip("|").split(" | ") for line in section(title).splitlines() if line[:1] == "|"]
+    return rows_of(section(title))
+
+
+def rows_of(text: str) -> dict[str, list[str]]:
+    """The rows of the table in a text, by the first cell without backticks."""
+    rows = [line.strip("|").split(" | ") for line in text.splitlines() if line[:1] == "|"]
     return {row[0].strip(" `"): [cell.strip() for cell in row[1:]] for row in rows[2:]}
 
 

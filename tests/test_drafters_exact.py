@@ -17,6 +17,7 @@ from tiny import CFG, V, build
 
 from ds4cli.drafters import Drafter, block_config, dflash, dspark, mtp
 from ds4cli.drafters.checkpoint import Head
+from ds4cli.drafters.registry import named
 from ds4cli.drafters.target import Target
 from ds4cli.engine import Engine
 from ds4cli.sampling import Sampler
@@ -83,12 +84,12 @@ def head(kind, name):
     if kind == "mtp":
         like = build("qwen3_next", num_hidden_layers=1, full_attention_interval=1)
         module = mtp.MtpHead(like.layers[0], 64, 1e-5, (target.num_layers - 1,))
-        return Head(randomised(module), target, mtp.MtpDrafter)
+        return Head(named(kind), randomised(module), target)
     if kind == "dspark":
         module = dspark.DSparkHead(block_config.read(DSPARK, "dspark", "x"), target)
-        return Head(randomised(module), target, dspark.DSparkDrafter)
+        return Head(named(kind), randomised(module), target)
     module = dflash.DFlashHead(block_config.read(DFLASH, "dflash", "x"), target)
-    return Head(randomised(module), target, dflash.DFlashDrafter)
+    return Head(named(kind), randomised(module), target)
 
 
 def randomised(module):

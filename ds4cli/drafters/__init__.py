@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ds4cli.settings import Settings
+from ds4cli.drafters import registry
 
 if TYPE_CHECKING:
     import mlx.core as mx
 
+    from ds4cli.drafters.checkpoint import Head
     from ds4cli.sampling import Sampler
+    from ds4cli.settings import Settings
     from ds4cli.timeline import Timeline
 
 
@@ -67,28 +69,38 @@ class Drafter:
 
 
 def make(
-    settings: Settings, sampler: Sampler, *, draft: Timeline | None = None, head: Any = None
+    settings: Settings,
+    sampler: Sampler,
+    *,
+    draft: Timeline | None = None,
+    head: Head | None = None,
 ) -> Drafter:
-    """The drafter the settings ask for.
+    """The drafter the settings ask for; UsageError for a name that is none.
 
-    draft: the state of a loaded draft model. head: a loaded head, `head.drafter(sampler)` makes its
-    drafter. `auto` puts ngram in front of whichever there is.
+    draft: the state of a loaded draft model. `auto` puts ngram in front of whichever there is.
     """
-    if settings.drafter == "none" or settings.speculate == "never":
+    if settings.speculate == "never":
         return Drafter()
-    from ds4cli.drafters.ngram import NgramDrafter
-
-    loaded = None
-    if draft is not None:
-        from ds4cli.drafters.model import ModelDrafter
-
-        loaded = ModelDrafter(draft, sampler)
-    elif head is not None:
-        loaded = head.drafter(sampler)
-    if loaded is None:
-        return NgramDrafter()
-    if settings.drafter != "auto":
-        return loaded
+    if settings.drafter != registry.AUTO:
+        return _of_kind(registry.named(settings.drafter), sampler, draft, head)
+    copies = _of_kind(registry.named("ngram"), sampler)
+    if draft is None and head is None:
+        return copies
     from ds4cli.drafters.combined import CombinedDrafter
 
-    return CombinedDrafter(NgramDrafter(), loaded)
+    loaded = registry.named("model") if head is None else head.kind
+    return CombinedDrafter(copies, _of_kind(loaded, sampler, draft, head))
+
+
+def _of_kind(
+    kind: registry.Kind,
+    sampler: Sampler,
+    draft: Timeline | None = None,
+    head: Head | None = None,
+) -> Drafter:
+    drafter = kind.part(kind.drafter)
+    if kind.source == registry.NOTHING:
+        return drafter()
+    if kind.source == registry.MODEL:
+        return drafter(draft, sampler)
+    return drafter(head.module, head.target, sampler)

@@ -1,0 +1,107 @@
+"""Every drafter, once: its name, what it guesses from, what it needs, and where its code is.
+
+The choices and contradictions of the settings, what an engine looks for and loads, `make` and the
+table in README follow from this list. It stands below the settings and imports no other
+module of drafters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from ds4cli.errors import UsageError
+
+# Where what a drafter needs comes from: a whole model that is named, a head in a folder that is
+# named or lies in the target's, a head among the target's own weights.
+NOTHING, MODEL, FOLDER, WEIGHTS = "nothing", "model", "folder", "weights"
+AUTO = "auto"
+DRAFT_MODEL = "`--draft-model`, or a folder `{name}/` in the model's own"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One drafter. module: has the class `drafter` and, of a head, the class `head` with `load`,
+    and `check`; of a head among the target's weights `find` as well.
+    """
+
+    name: str
+    guesses: str
+    needs: str
+    source: str
+    module: str
+    drafter: str
+    head: str = ""
+
+    @property
+    def is_head(self) -> bool:
+        return self.source in (FOLDER, WEIGHTS)
+
+    @property
+    def may_be_named(self) -> bool:
+        """Whether `--draft-model` can name what it needs."""
+        return self.source in (MODEL, FOLDER)
+
+    def part(self, name: str) -> Any:
+        """A name of its module, which is imported now."""
+        return getattr(import_module(self.module), name)
+
+
+# Heads in the order in which they are preferred where a target has several.
+KINDS = (
+    Kind("none", "nothing", "nothing", NOTHING, "ds4cli.drafters", "Drafter"),
+    Kind(
+        "ngram",
+        "what followed the longest match in prompt, reply and tool results",
+        "nothing",
+        NOTHING,
+        "ds4cli.drafters.ngram",
+        "NgramDrafter",
+    ),
+    Kind(
+        "model",
+        "a small model; hybrids too, its state goes back like the target's",
+        "`--draft-model` with the same tokenizer",
+        MODEL,
+        "ds4cli.drafters.model",
+        "ModelDrafter",
+    ),
+    Kind(
+        "dspark",
+        "a DSpark head: a block in one pass, Markov and confidence heads",
+        DRAFT_MODEL.format(name="dspark"),
+        FOLDER,
+        "ds4cli.drafters.dspark",
+        "DSparkDrafter",
+        "DSparkHead",
+    ),
+    Kind(
+        "dflash",
+        "a DFlash head: a block in one pass",
+        DRAFT_MODEL.format(name="dflash"),
+        FOLDER,
+        "ds4cli.drafters.dflash",
+        "DFlashDrafter",
+        "DFlashHead",
+    ),
+    Kind(
+        "mtp",
+        "the multi-token prediction head of Qwen3-Next and Qwen3.5",
+        "`mtp.*` tensors in the model's own folder",
+        WEIGHTS,
+        "ds4cli.drafters.mtp",
+        "MtpDrafter",
+        "MtpHead",
+    ),
+)
+CHOICES = (AUTO, *(kind.name for kind in KINDS))
+HEADS = tuple(kind for kind in KINDS if kind.is_head)
+
+
+def named(name: str) -> Kind:
+    """The drafter of this name; UsageError for one that is not known."""
+    for kind in KINDS:
+        if kind.name == name:
+            return kind
+    raise UsageError(f"there is no drafter `{name}`", f"choose from {', '.join(CHOICES)}")
