@@ -36,9 +36,6 @@ from ds4cli.taps import Taps
 from ds4cli.timeline import Limits, Timeline
 from ds4cli.vocabulary import Vocabulary
 
-# Rows of one block at most: what the slack of a sliding window allows beyond the horizon.
-MAX_DRAFT_TOKENS = 31
-
 
 @dataclass(frozen=True)
 class Armed:
@@ -103,7 +100,6 @@ class Engine(Vocabulary):
         self.settings = settings
         self.fingerprint = fingerprint
         self.notices = list(notices)
-        self.max_draft_tokens = MAX_DRAFT_TOKENS
         self.model = model
         self._draft = draft
         self._head = head

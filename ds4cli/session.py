@@ -21,15 +21,12 @@ from ds4cli.reasoning import opens_thinking
 from ds4cli.reply import Reply, Taken
 from ds4cli.rewind import RewindPlan, RewindReport
 from ds4cli.sampling import Sampler, refuse_nan
-from ds4cli.settings import Settings
+from ds4cli.settings import MAX_BLOCK_TOKENS, Settings
 
 if TYPE_CHECKING:
     from ds4cli.engine import Engine
     from ds4cli.timeline import Counters, Timeline
     from ds4cli.tools import Guard, GuardStep, ParsedCall
-
-# A block may be so long: the mark at a call's opening is made before one could put it out of reach.
-MARK_EARLY_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -304,7 +301,7 @@ class Session:
 
     def _room(self, max_tokens: int | None) -> int:
         """How many guesses may be fed after the next token."""
-        room = self.engine.max_draft_tokens
+        room = MAX_BLOCK_TOKENS - 1
         if max_tokens is not None:
             room = min(room, max_tokens - 1)
         if self.engine.context_tokens is not None:
@@ -434,7 +431,8 @@ class Session:
         elif step is not None and step.bad_pos is not None:
             self._repair(reply, step)
         elif step is not None and step.event == "open":
-            self._mark_at = step.opened + (self._timeline.free_tokens() or 0) - MARK_EARLY_TOKENS
+            # Before one more block could put the call's opening out of reach.
+            self._mark_at = step.opened + (self._timeline.free_tokens() or 0) - MAX_BLOCK_TOKENS
         if self._mark_at is not None and self.pos >= self._mark_at:
             self._mark_opening(reply)
         return taken.text, taken.reason

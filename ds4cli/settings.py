@@ -22,6 +22,8 @@ from ds4cli.drafters import registry
 from ds4cli.errors import UsageError
 
 PREFIX = "DS4CLI_"
+# One model call while decoding: the next token and the guesses. Sliding windows have slack for it.
+MAX_BLOCK_TOKENS = 32
 MODEL, SAMPLING, SPECULATION, REWIND, OUTPUT = PANELS = (
     "Model",
     "Sampling",
@@ -160,7 +162,12 @@ class Settings:
         "Folder or hub id of a small model with the same tokenizer, or of a drafting head.",
     )
     num_draft_tokens: int | None = _setting(
-        None, int, SPECULATION, "Guesses per step.", unset="what pays here", **_between(1, 64)
+        None,
+        int,
+        SPECULATION,
+        "Guesses per step.",
+        unset="what pays here",
+        **_between(1, MAX_BLOCK_TOKENS - 1),
     )
     speculate: str = _setting(
         "auto",

@@ -30,6 +30,7 @@ from ds4cli.rewind import (
     common_prefix,
     plan,
 )
+from ds4cli.settings import MAX_BLOCK_TOKENS
 from ds4cli.tape import Recorder, Tape
 from ds4cli.taps import Taps
 
@@ -54,7 +55,7 @@ class Limits:
     @property
     def slack_tokens(self) -> int:
         """Rows that a sliding window holds beyond its own length: the horizon and one block."""
-        return self.horizon_tokens + 32
+        return self.horizon_tokens + MAX_BLOCK_TOKENS
 
 
 @dataclass

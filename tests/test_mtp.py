@@ -423,7 +423,7 @@ def test_only_headers_are_looked_at(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda t: t.pop("fc.weight"), "lacks the tensor `mtp.fc.weight`"),
+        (lambda t: t.pop("fc.weight"), "`mtp.fc.weight` is missing"),
         (lambda t: t.update({"embed_tokens.weight": mx.ones((4, H))}), "`mtp.embed_tokens.weight`"),
         (lambda t: t.update({"layers.1.x.weight": mx.ones(3)}), "`mtp.layers.1.x.weight`"),
         (lambda t: t.update({"norm.weight": mx.ones(H + 1)}), "`mtp.norm.weight`"),

@@ -9,9 +9,9 @@ from ds4cli.drafters import Drafter
 from ds4cli.drafters.combined import CombinedDrafter
 from ds4cli.drafters.costs import SIZES
 from ds4cli.drafters.policy import HEAT_TOKENS, Chances, DraftPolicy, Experience
-from ds4cli.settings import Settings
+from ds4cli.settings import MAX_BLOCK_TOKENS, Settings
 
-ROOM = 31
+ROOM = MAX_BLOCK_TOKENS - 1
 MACHINES = {  # cost of a call by its rows, in plain tokens
     "flat": lambda rows: 1.0,
     "linear": lambda rows: 1 + 0.1 * (rows - 1),
@@ -347,7 +347,7 @@ def test_a_new_session_goes_by_what_earlier_ones_learnt():
     place.begin_probe()  # what trying may cost was spent
     for experience, wanted in ((known, False), (Experience(), True)):
         policy = DraftPolicy(Settings(), experience)
-        policy.costs.use({0: 1.0, 1: 1.0, 33: 9.0})
+        policy.costs.use({0: 1.0, 1: 1.0, 32: 9.0})
         assert bool(policy.draft(guesser, range(9), 4)) == wanted
 
 

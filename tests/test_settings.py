@@ -57,6 +57,7 @@ def test_two_fields_never_share_a_flag():
         ('stop = [""]', "`stop` cannot be", "no empty text"),
         ("logit_bias = {x = 1}", "`logit_bias` wants token ids", None),
         ("logit_bias = {-1 = 1}", "`logit_bias` wants token ids", None),
+        ("num_draft_tokens = 64", "`num_draft_tokens` cannot be `64`", "from 1 to 31"),
         ("kv_bits = 7", "`kv_bits` cannot be `7`", "2, 4 or 8"),
         ("temp = 1\ntemp = 2", "not valid TOML", None),
         ("temp = \n", "line 1", None),

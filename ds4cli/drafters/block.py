@@ -13,15 +13,13 @@ import copy
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
-from ds4cli.drafters import Drafter
+from ds4cli.drafters import Drafter, weights
 from ds4cli.drafters.block_config import BlockConfig, read
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError
@@ -136,13 +134,13 @@ class BlockHead(nn.Module):
         config = read(
             json.loads((folder / "config.json").read_text("utf-8")), cls.kind, folder.name
         )
-        head, weights = cls(config, target), _tensors(folder)
+        head, tensors = cls(config, target), _tensors(folder)
         head._fit_target()
-        head._take_vocabulary(weights)
-        _fill(head, weights, config.quantization, folder.name)
+        head._take_vocabulary(tensors)
+        weights.fill(head, tensors, folder.name)
         if dtype is not None:
             unpack(head, dtype)
-        mx.eval(head.parameters())
+            mx.eval(head.parameters())
         return head
 
     def _fit_target(self) -> None:
@@ -154,18 +152,18 @@ class BlockHead(nn.Module):
                 f"{target.hidden_size}"
             )
 
-    def _take_vocabulary(self, weights: dict[str, mx.array]) -> None:
+    def _take_vocabulary(self, tensors: dict[str, mx.array]) -> None:
         """Build the embedding, projection and id table that the checkpoint has of its own."""
         config = self.config
-        offsets, mask = weights.pop("d2t", None), weights.pop("t2d", None)
+        offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
         if config.draft_vocab_size != config.vocab_size:
             self._target_ids = _target_ids(offsets, mask, config.draft_vocab_size)
-        has_head = "lm_head.weight" in weights or self._target_ids is not None
-        if "embed_tokens.weight" in weights:
+        has_head = "lm_head.weight" in tensors or self._target_ids is not None
+        if "embed_tokens.weight" in tensors:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if has_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        elif "embed_tokens.weight" not in weights or not config.tie_word_embeddings:
+        elif "embed_tokens.weight" not in tensors or not config.tie_word_embeddings:
             self._target.prove()
 
     def context(self, hidden: Sequence[mx.array]) -> mx.array:
@@ -199,16 +197,13 @@ class BlockHead(nn.Module):
 
 
 def _tensors(folder: Path) -> dict[str, mx.array]:
-    weights: dict[str, mx.array] = {}
+    tensors: dict[str, mx.array] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        try:
-            weights.update(mx.load(str(path)))
-        except (RuntimeError, ValueError) as error:
-            raise ModelError(f"cannot read `{path}`: {error}") from None
-    if not weights:
+        tensors.update(weights.read(path)[0])
+    if not tensors:
         raise ModelError(f"`{folder}` has no weights (*.safetensors)")
-    weights = {name.removeprefix("model."): value for name, value in weights.items()}
-    return {name: value for name, value in weights.items() if not name.startswith(UNREAD)}
+    tensors = {name.removeprefix("model."): x for name, x in tensors.items()}
+    return {name: x for name, x in tensors.items() if not name.startswith(UNREAD)}
 
 
 def _target_ids(offsets: mx.array | None, mask: mx.array | None, size: int) -> mx.array:
@@ -222,31 +217,6 @@ def _target_ids(offsets: mx.array | None, mask: mx.array | None, size: int) -> m
     if ids.shape != (size,):
         raise ModelError(f"tensor `t2d` names {len(ids)} ids, `draft_vocab_size` is {size}")
     return ids
-
-
-def _fill(head: nn.Module, weights: dict[str, mx.array], quantization: dict, name: str) -> None:
-    """Put the tensors in place, each exactly where it belongs."""
-
-    def is_packed(path: str, module: nn.Module) -> Any:
-        own = quantization.get(path)
-        return f"{path}.scales" in weights and (own if isinstance(own, dict) else True)
-
-    if any(key.endswith(".scales") for key in weights):
-        known = ("group_size", "bits", "mode")
-        options = {key: quantization[key] for key in known if key in quantization}
-        nn.quantize(head, **options, class_predicate=is_packed)
-    ours = dict(tree_flatten(head.parameters()))
-    lacking, unknown = ours.keys() - weights, weights.keys() - ours
-    halves = {key.removesuffix(".biases") + ".scales" for key in unknown if key.endswith(".biases")}
-    for problem, keys in (("lacks", lacking | (halves - weights.keys())), ("has unknown", unknown)):
-        if keys:
-            raise ModelError(f"`{name}` {problem} tensor `{min(keys)}` ({len(keys)} in all)")
-    for key, value in weights.items():
-        if value.shape != ours[key].shape:
-            raise ModelError(
-                f"`{name}`: tensor `{key}` is {value.shape}, its config wants {ours[key].shape}"
-            )
-    head.load_weights(list(weights.items()))
 
 
 class Context:

@@ -8,7 +8,7 @@ change the computation and is not built here is refused by name. Pure: no weight
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ds4cli.errors import UsageError
@@ -77,7 +77,6 @@ class BlockConfig:
     has_markov_confidence: bool = False
     confidence_threshold: float = CONFIDENCE_THRESHOLD
     tie_word_embeddings: bool = False
-    quantization: dict[str, Any] = field(default_factory=dict)
 
     @property
     def guesses(self) -> int:
@@ -112,7 +111,6 @@ def read(config: Mapping[str, Any], kind: str, name: str) -> BlockConfig:
         num_target_layers=flat.get("num_target_layers"),
         max_position_embeddings=flat.get("max_position_embeddings"),
         tie_word_embeddings=flat.flag("tie_word_embeddings"),
-        quantization=dict(config.get("quantization") or config.get("quantization_config") or {}),
         **_rope(flat),
         **(_markov(config, flat) if kind == "dspark" else {}),
     )

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ds4cli import loading
 from ds4cli.drafters.registry import FOLDER, HEADS, WEIGHTS, Kind, named
@@ -46,16 +44,7 @@ class HeadSource:
             module = self.kind.part(self.kind.head).load(self.folder, target, dtype)
         except NONSENSE as error:
             raise ModelError(f"cannot load the head `{self.name}`: {error!r}") from None
-        self._check_finite(module)
         return Head(self.kind, module, target)
-
-    def _check_finite(self, module: nn.Module) -> None:
-        """A head that computes NaN guesses nothing, and nobody would see why."""
-        for name, x in tree_flatten(module.parameters()):
-            if mx.issubdtype(x.dtype, mx.floating) and not mx.isfinite(x).all().item():
-                raise ModelError(
-                    f"the head `{self.name}` is damaged: `{name}` holds values that are no numbers"
-                )
 
 
 @dataclass(frozen=True)

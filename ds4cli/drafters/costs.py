@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ds4cli.settings import MAX_BLOCK_TOKENS
+
 # Rows that are measured, the most telling first: a slow model is given fewer of them.
-SIZES = (1, 2, 4, 8, 16, 32, 3, 6, 12, 24)
+SIZES = (1, 2, 4, 8, 16, MAX_BLOCK_TOKENS, 3, 6, 12, 24)
 REPEATS = 3
 PLAIN_TOKENS = 8
 BUDGET_S = 2.0
@@ -32,13 +34,12 @@ CONTEXT_TOKENS = 64
 # Prices assumed until they are measured: on the high side, so that only guesses that are nearly
 # sure are tried. Beyond the sizes that were measured a row is assumed to cost little: a guess that
 # is too low is found out.
-ASSUMED = {1: 1.1, 2: 1.3, 33: 3.8}
+ASSUMED = {1: 1.1, 2: 1.3, MAX_BLOCK_TOKENS: 3.7}
 ASSUMED_SLOPE = 0.05
 ASSUMED_WEIGHT, MEASURED_WEIGHT = 0.5, 2.0
 # How much a measurement still counts after one more of its kind, or one more block.
 PLAIN_DECAY, COST_DECAY = 0.95, 0.99
 ORIGIN_WEIGHT = 0.25
-MOST_ROWS = 33
 
 
 # -- measured once ---------------------------------------------------------------------------------
@@ -257,9 +258,9 @@ class CallCosts:
         self._prices = []
 
     def price(self, rows: int) -> float:
-        """A call of `rows` rows (1 to 33 and more), in plain tokens; never falls with `rows`."""
+        """A call of 1 to MAX_BLOCK_TOKENS rows, in plain tokens; never falls with `rows`."""
         if not self._prices:
-            self._prices = list(self._curve(MOST_ROWS))
+            self._prices = list(self._curve(MAX_BLOCK_TOKENS))
         return self._prices[min(rows, len(self._prices)) - 1]
 
     def _curve(self, most: int) -> Iterator[float]:
@@ -279,7 +280,8 @@ class CallCosts:
 def _extended(prices: dict[int, float]) -> dict[int, float]:
     """With a price for the most rows, if it is but a guess."""
     last = max(prices)
-    return {MOST_ROWS: prices[last] + (MOST_ROWS - last) * ASSUMED_SLOPE, **prices}
+    more = MAX_BLOCK_TOKENS - last
+    return {MAX_BLOCK_TOKENS: prices[last] + more * ASSUMED_SLOPE, **prices}
 
 
 def _between(known: Mapping[int, float], rows: int) -> float:

@@ -24,13 +24,14 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from ds4cli.drafters import Drafter, mtp_weights
+from ds4cli.drafters import Drafter, mtp_weights, weights
 from ds4cli.drafters.rows import Rows
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError, UsageError
 from ds4cli.loading import unpack
 from ds4cli.rewind import common_prefix
 from ds4cli.sampling import Sampler
+from ds4cli.settings import MAX_BLOCK_TOKENS
 
 # Model type -> module and class of its decoder layer.
 LAYERS = {
@@ -43,7 +44,7 @@ REASONS = {
     "deepseek_v41_text": "its layers return hyper-connection streams, not one residual stream",
 }
 # Rows whose states are kept, to make them anew after going back: a horizon and one block.
-KEPT_ROWS = 288
+KEPT_ROWS = 256 + MAX_BLOCK_TOKENS
 # Rows that may wait to be made; the oldest are given up beyond that.
 WAITING_ROWS = 16384
 CHUNK_ROWS = 512
@@ -102,10 +103,10 @@ class MtpHead(nn.Module):
         has_experts = any(".mlp.switch_mlp." in name for name in tensors)
         layer, eps = _layer(target.model, has_experts)
         head = cls(layer, target.hidden_size, eps, (target.num_layers - 1,))
-        mtp_weights.fill(head, tensors, str(folder))
+        weights.fill(head, tensors, str(folder), "mtp.")
         if dtype is not None:
             unpack(head, dtype)
-        mx.eval(head.parameters())
+            mx.eval(head.parameters())
         head.eval()
         return head
 

@@ -7,7 +7,7 @@ presence counts, not what the config says about it. Layouts of public checkpoint
 * experts one by one (Qwen3-Next), all in one with gate and up joined (Qwen3.5), or as mlx-lm has
   them (`switch_mlp`);
 * norm weights less one, as Transformers has them, or plain, as MLX has them;
-* matrices that MLX quantised, of any bits, groups and mode, which follow from the shapes.
+* matrices that MLX quantised, of any bits, groups and mode.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ import json
 import re
 import struct
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
 
+from ds4cli.drafters import weights
 from ds4cli.errors import ModelError
 
 _NAME = re.compile(r"(?:.*\.)?mtp\.(.+)")
@@ -54,10 +52,7 @@ def read(folder: Path) -> dict[str, mx.array]:
     """The MTP tensors of `folder`, lazy, named from `mtp.` on without it, in mlx-lm's layout."""
     tensors: dict[str, mx.array] = {}
     for path in find(folder):
-        try:
-            stored, about = mx.load(str(path), return_metadata=True)
-        except (RuntimeError, ValueError) as error:
-            raise ModelError(f"cannot read `{path}`: {error}") from None
+        stored, about = weights.read(path)
         own = {m[1]: x for name, x in stored.items() if (m := _NAME.fullmatch(name))}
         tensors |= _plain_norms(own, about.get("format") == "mlx")
     return _joined_experts(tensors)
@@ -100,38 +95,3 @@ def _joined_experts(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
             raise ModelError(f"the experts of `mtp.{name}` are not all there")
         joined[name] = mx.stack([experts[i] for i in range(len(experts))])
     return joined
-
-
-def fill(module: nn.Module, tensors: dict[str, mx.array], name: str) -> None:
-    """Give `module` these weights, quantised where they are. ModelError, naming the tensor, where
-    one is missing, unknown or of another shape."""
-    nn.quantize(module, class_predicate=lambda path, m: _packing(path, m, tensors))
-    wanted = dict(tree_flatten(module.parameters()))
-    for missing in sorted(wanted.keys() - tensors.keys()):
-        raise ModelError(f"`{name}` lacks the tensor `mtp.{missing}`")
-    for extra in sorted(tensors.keys() - wanted.keys()):
-        raise ModelError(f"`{name}` has a tensor `mtp.{extra}`, which ds4cli cannot use")
-    for key, x in tensors.items():
-        if x.shape != wanted[key].shape:
-            raise ModelError(
-                f"the tensor `mtp.{key}` of `{name}` is {x.shape}, the target needs "
-                f"{wanted[key].shape}"
-            )
-    module.load_weights(list(tensors.items()))
-
-
-def _packing(path: str, module: nn.Module, tensors: dict[str, mx.array]) -> dict[str, Any] | bool:
-    """How MLX quantised the weight of `module`, from the shapes; False where it did not."""
-    weight, scales = tensors.get(f"{path}.weight"), tensors.get(f"{path}.scales")
-    if weight is None or scales is None or not hasattr(module, "to_quantized"):
-        return False
-    width = module.weight.shape[-1]
-    bits, rest = divmod(32 * weight.shape[-1], width)
-    group, more = divmod(width, scales.shape[-1])
-    if rest or more:
-        raise ModelError(
-            f"the tensor `mtp.{path}.weight` {weight.shape} with scales {scales.shape} does not "
-            f"unpack to rows of {width}"
-        )
-    mode = "affine" if f"{path}.biases" in tensors else f"{'nv' if group == 16 else 'mx'}fp{bits}"
-    return {"group_size": group, "bits": bits, "mode": mode}
