@@ -1,6 +1,6 @@
 """Computing one logits row of a long call instead of all of them.
 
-A prefill chunk needs its caches and, for a mark on the ladder, its last row; the output projection
+A prefill chunk needs its caches and, for a checkpoint on the checkpoints, its last row; the output projection
 of the other rows is a good part of the work where the vocabulary is large. The model's own
 projection instance gets a subclass that, inside `last_row()`, looks at the last row only.
 """

@@ -1,7 +1,7 @@
 """Deciding how to go back. Pure: integers, lists and opaque payloads; no mlx.
 
-A *frontier* is keyed by the absolute number of tokens its state has consumed. The *ladder* holds
-frontiers under a byte budget. `plan` compares every way to reach a position and takes the one that
+A *checkpoint* is keyed by the absolute number of tokens its state has consumed. The *checkpoints* holds
+checkpoints under a byte budget. `plan` compares every way to reach a position and takes the one that
 feeds the fewest tokens again.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# What goes first when the byte budget is short. Marks of a later kind outlive all earlier kinds.
+# What goes first when the byte budget is short. Checkpoints of a later kind outlive all earlier kinds.
 EVICTION_ORDER = ("block", "chunk", "prompt", "tool", "turn", "system")
 THINNED = ("block", "chunk")
 WIDENING = (1.1, 1.25, 1.5, 2.0)
 # Bounds the number of live arrays, which some backends limit.
-MAX_MARKS = 256
+MAX_CHECKPOINTS = 256
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class RewindPlan:
     source: str
     base: int
     forwards: int = 0
-    frontier: Frontier | None = field(default=None, repr=False)
+    checkpoint: Checkpoint | None = field(default=None, repr=False)
 
     @property
     def replay(self) -> int:
@@ -52,7 +52,7 @@ class RewindPlan:
 
 
 @dataclass(frozen=True)
-class Frontier:
+class Checkpoint:
     """What brings every layer back to `pos`. `payload` and `logits` are the timeline's business."""
 
     pos: int
@@ -67,7 +67,7 @@ class Reach:
     """What a timeline can reach now, without a model call.
 
     Every state in `low..high` (inclusive) is reachable; those in `rows` have their logits row too.
-    `record` is the last accepted block, start and end inclusive. `can_cut` is True when every layer
+    `last_block` is the last accepted block, start and end inclusive. `can_cut` is True when every layer
     is positional and nothing was ever dropped, so that `low` is 0.
     """
 
@@ -75,9 +75,9 @@ class Reach:
     low: int
     high: int
     rows: range | frozenset[int]
-    record: tuple[int, int]
+    last_block: tuple[int, int]
     can_cut: bool
-    frontiers: Sequence[Frontier] = ()
+    checkpoints: Sequence[Checkpoint] = ()
 
 
 def call_sizes(n: int, chunk: int, last: int) -> list[int]:
@@ -115,11 +115,11 @@ def plan(pos: int, reach: Reach, *, chunk: int, last: int, needs_row: bool = Tru
     """
     if pos == reach.pos and (pos in reach.rows or not needs_row or pos == 0):
         return RewindPlan(pos, "live", pos)
-    candidates = [*_without_call(pos, reach, needs_row), *_from_frontiers(pos, reach, needs_row)]
+    candidates = [*_without_call(pos, reach, needs_row), *_from_checkpoints(pos, reach, needs_row)]
     candidates.append(RewindPlan(pos, "rebuild", 0))
     best = min(candidates, key=lambda c: c.replay)
     calls = len(call_sizes(best.replay, chunk, last))
-    return RewindPlan(best.pos, best.source, best.base, calls, best.frontier)
+    return RewindPlan(best.pos, best.source, best.base, calls, best.checkpoint)
 
 
 def _without_call(pos: int, reach: Reach, needs_row: bool) -> Iterable[RewindPlan]:
@@ -128,7 +128,7 @@ def _without_call(pos: int, reach: Reach, needs_row: bool) -> Iterable[RewindPla
     Position 0 is a rebuild, which frees all memory, unless the record itself starts there.
     """
     for base in (pos, pos - 1):
-        if base == 0 != reach.record[0]:
+        if base == 0 != reach.last_block[0]:
             continue
         has_row = base == pos and (pos in reach.rows or pos == 0 or not needs_row)
         if reach.low <= base <= reach.high and (has_row or base < pos):
@@ -136,89 +136,89 @@ def _without_call(pos: int, reach: Reach, needs_row: bool) -> Iterable[RewindPla
 
 
 def _source(pos: int, base: int, reach: Reach) -> str:
-    start, end = reach.record
+    start, end = reach.last_block
     if start <= pos <= end and base == pos:
         return "block"
     near = pos in reach.rows or not reach.can_cut
     return "horizon" if near else "trim"
 
 
-def _from_frontiers(pos: int, reach: Reach, needs_row: bool) -> Iterable[RewindPlan]:
-    for f in reach.frontiers:
+def _from_checkpoints(pos: int, reach: Reach, needs_row: bool) -> Iterable[RewindPlan]:
+    for f in reach.checkpoints:
         exact = f.pos == pos and (f.logits is not None or not needs_row)
         if exact or f.pos < pos:
-            yield RewindPlan(pos, "frontier", f.pos, frontier=f)
+            yield RewindPlan(pos, "frontier", f.pos, checkpoint=f)
 
 
-class Ladder:
-    """Frontiers in order of position, thinned with distance where the budget asks for it.
+class Checkpoints:
+    """Checkpoints in order of position, thinned with distance where the budget asks for it.
 
-    While bytes and `MAX_MARKS` allow, every mark stays. Then thinning walks from old to new and
-    drops a mark whose older neighbour is at most `widen` times as far from the live end as its
+    While bytes and `MAX_CHECKPOINTS` allow, every checkpoint stays. Then thinning walks from old to new and
+    drops a checkpoint whose older neighbour is at most `widen` times as far from the live end as its
     newer neighbour, `widen` growing to 2: going back d tokens then replays at most d tokens plus
-    one block, with about 2 log2(pos) marks. What still does not fit goes kind by kind.
+    one block, with about 2 log2(pos) checkpoints. What still does not fit goes kind by kind.
     """
 
-    def __init__(self, budget_bytes: int, frontiers: Iterable[Frontier] = ()):
+    def __init__(self, budget_bytes: int, checkpoints: Iterable[Checkpoint] = ()):
         self.budget_bytes = budget_bytes
-        self.frontiers = list(frontiers)
+        self.kept = list(checkpoints)
 
     @property
     def nbytes(self) -> int:
-        return sum(f.nbytes for f in self.frontiers)
+        return sum(f.nbytes for f in self.kept)
 
-    def copy(self) -> Ladder:
-        return Ladder(self.budget_bytes, self.frontiers)
+    def copy(self) -> Checkpoints:
+        return Checkpoints(self.budget_bytes, self.kept)
 
     def has(self, pos: int, kind: str | None = None) -> bool:
-        return any(f.pos == pos and kind in (None, f.kind) for f in self.frontiers)
+        return any(f.pos == pos and kind in (None, f.kind) for f in self.kept)
 
-    def add(self, frontier: Frontier, live: int) -> None:
+    def add(self, checkpoint: Checkpoint, live: int) -> None:
         """Insert by position (a stronger kind replaces a weaker one there), then thin."""
-        here = [f for f in self.frontiers if f.pos == frontier.pos]
-        if here and _rank(here[0]) > _rank(frontier):
+        here = [f for f in self.kept if f.pos == checkpoint.pos]
+        if here and _rank(here[0]) > _rank(checkpoint):
             return
-        others = [f for f in self.frontiers if f.pos != frontier.pos]
-        self.frontiers = sorted([*others, frontier], key=lambda f: f.pos)
+        others = [f for f in self.kept if f.pos != checkpoint.pos]
+        self.kept = sorted([*others, checkpoint], key=lambda f: f.pos)
         self.thin(live)
 
     def drop_after(self, pos: int) -> None:
-        """Forget marks beyond pos: their tokens are about to be overwritten."""
-        if self.frontiers and self.frontiers[-1].pos > pos:
-            self.frontiers = [f for f in self.frontiers if f.pos <= pos]
+        """Forget checkpoints beyond pos: their tokens are about to be overwritten."""
+        if self.kept and self.kept[-1].pos > pos:
+            self.kept = [f for f in self.kept if f.pos <= pos]
 
     def thin(self, live: int, budget_bytes: int | None = None) -> None:
-        """Thin block and chunk marks by distance, then drop by kind until the budget holds."""
+        """Thin block and chunk checkpoints by distance, then drop by kind until the budget holds."""
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
         for widen in WIDENING:
-            if self.nbytes <= budget and len(self.frontiers) <= MAX_MARKS:
+            if self.nbytes <= budget and len(self.kept) <= MAX_CHECKPOINTS:
                 return
-            self.frontiers = thinned(self.frontiers, live, THINNED, widen)
+            self.kept = thinned(self.kept, live, THINNED, widen)
         for kind in EVICTION_ORDER:
             widen = WIDENING[-1]
-            while self.nbytes > budget and any(f.kind == kind for f in self.frontiers):
+            while self.nbytes > budget and any(f.kind == kind for f in self.kept):
                 widen *= 2
-                self.frontiers = thinned(self.frontiers, live, (kind,), widen)
+                self.kept = thinned(self.kept, live, (kind,), widen)
                 if widen > live + 2:
                     self._drop_oldest(kind)
 
     def _drop_oldest(self, kind: str) -> None:
-        index = next(i for i, f in enumerate(self.frontiers) if f.kind == kind)
-        del self.frontiers[index]
+        index = next(i for i, f in enumerate(self.kept) if f.kind == kind)
+        del self.kept[index]
 
 
-def _rank(frontier: Frontier) -> int:
-    return EVICTION_ORDER.index(frontier.kind)
+def _rank(checkpoint: Checkpoint) -> int:
+    return EVICTION_ORDER.index(checkpoint.kind)
 
 
 def thinned(
-    frontiers: Sequence[Frontier], live: int, kinds: Sequence[str], widen: float
-) -> list[Frontier]:
-    """One pass of the thinning rule over the marks of `kinds`; position 0 is a free neighbour."""
-    kept: list[Frontier] = []
-    for i, f in enumerate(frontiers):
+    checkpoints: Sequence[Checkpoint], live: int, kinds: Sequence[str], widen: float
+) -> list[Checkpoint]:
+    """One pass of the thinning rule over the checkpoints of `kinds`; position 0 is a free neighbour."""
+    kept: list[Checkpoint] = []
+    for i, f in enumerate(checkpoints):
         older = live - (kept[-1].pos if kept else 0)
-        newer = live - (frontiers[i + 1].pos if i + 1 < len(frontiers) else live)
+        newer = live - (checkpoints[i + 1].pos if i + 1 < len(checkpoints) else live)
         if f.kind in kinds and older <= widen * newer:
             continue
         kept.append(f)

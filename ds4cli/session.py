@@ -132,7 +132,7 @@ class Session:
         self._reply: Reply | None = None  # the one being streamed
         self._knows_prices = False
         self._masked_at: int | None = None  # where only what the guard allows may be picked
-        self._mark_at: int | None = None  # how long an open call may get before it needs a mark
+        self._checkpoint_at: int | None = None  # where an open call needs one
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class Session:
         return self._timeline.counters
 
     def kept_bytes(self) -> dict[str, int]:
-        """Bytes kept alive for going back: "record" (part of the horizon), "horizon", "ladder"."""
+        """Bytes kept alive for going back: "last_block" (part of the horizon), "horizon", "checkpoints"."""
         return self._timeline.kept_bytes()
 
     # -- moving -----------------------------------------------------------------------------------
@@ -192,16 +192,16 @@ class Session:
         *,
         cancel: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] | None = None,
-        marks: Iterable[int] = (),
+        checkpoints: Iterable[int] = (),
     ) -> RewindReport:
         """Make the session's tokens equal `tokens`; what both have in common is not read again.
 
         `progress(done, total)` after each model call. When `cancel()` turns true the session stops
-        between calls and keeps what it read. marks: positions in `tokens` to keep cheap to come
+        between calls and keeps what it read. checkpoints: positions in `tokens` to keep cheap to come
         back to, because other texts branch off there; ignored where going back is free anyway.
         """
         self.engine.check_context(len(tokens))
-        moved = self._timeline.sync(tokens, cancel=cancel, progress=progress, marks=marks)
+        moved = self._timeline.sync(tokens, cancel=cancel, progress=progress, checkpoints=checkpoints)
         report = self._moved(moved)
         self.stats.prompt_tokens = len(tokens)
         self.stats.cached_tokens = len(tokens) - report.replayed - report.prefilled
@@ -215,9 +215,9 @@ class Session:
         self.stats.count_move(report)
         return report
 
-    def mark(self, kind: str = "turn") -> None:
+    def checkpoint(self, kind: str = "turn") -> None:
         """Keep this position cheap to come back to: "system", "turn", "prompt" or "tool"."""
-        self._timeline.mark(kind)
+        self._timeline.checkpoint(kind)
 
     def use(self, settings: Settings) -> None:
         """Sample as `settings` say from here on: temperature, filters, penalties, bias, seed."""
@@ -234,7 +234,7 @@ class Session:
         return twin
 
     def save(self, path: str) -> None:
-        """Write tokens, state and ladder to `path` (safetensors), complete or not at all."""
+        """Write tokens, state and checkpoints to `path` (safetensors), complete or not at all."""
         self.engine.save_session(self._timeline, path)
 
     # -- the speculative loop ---------------------------------------------------------------------
@@ -379,7 +379,7 @@ class Session:
         try:
             yield from self._blocks(reply, None if limit < 0 else self.pos + limit, cancel)
         finally:
-            self.attempt, self._reply, self._masked_at, self._mark_at = attempt, None, None, None
+            self.attempt, self._reply, self._masked_at, self._checkpoint_at = attempt, None, None, None
 
     def _think_markers(self, said: int) -> tuple[str, str, bool] | None:
         """What opens and closes reasoning, and whether the prompt, all but the last `said` tokens,
@@ -432,9 +432,9 @@ class Session:
             self._repair(reply, step)
         elif step is not None and step.event == "open":
             # Before one more block could put the call's opening out of reach.
-            self._mark_at = step.opened + (self._timeline.free_tokens() or 0) - MAX_BLOCK_TOKENS
-        if self._mark_at is not None and self.pos >= self._mark_at:
-            self._mark_opening(reply)
+            self._checkpoint_at = step.opened + (self._timeline.free_tokens() or 0) - MAX_BLOCK_TOKENS
+        if self._checkpoint_at is not None and self.pos >= self._checkpoint_at:
+            self._checkpoint_opening(reply)
         return taken.text, taken.reason
 
     def _keep(self, reply: Reply, pos: int) -> None:
@@ -458,14 +458,14 @@ class Session:
         took = time.perf_counter() - begin
         self.stats.repairs.append(Repair(step.bad_pos, step.reason, dropped, took))
 
-    def _mark_opening(self, reply: Reply) -> None:
+    def _checkpoint_opening(self, reply: Reply) -> None:
         """The open call is nearly as long as what is free to go back over: keep its beginning cheap
         to come back to."""
         timeline, end, opened = self._timeline, self.pos, reply.guard.opened
-        self._mark_at = None
+        self._checkpoint_at = None
         if opened is not None and not timeline.can_cut and timeline.plan(opened).forwards == 0:
             timeline.rewind(opened)
-            timeline.mark("tool")
+            timeline.checkpoint("tool")
             timeline.rewind(end)
 
     def _last_event(self, reply: Reply, text: str, reason: str) -> Event:
@@ -495,7 +495,7 @@ class Session:
 
     def _plain_steps(self, token: int, end: int | None) -> Iterator[Step]:
         """One token a step, the next call being built while this one runs. Returns where that
-        cannot be: at a mark, at the end, where guesses shall be fed, and when somebody moved the
+        cannot be: at a checkpoint, at the end, where guesses shall be fed, and when somebody moved the
         session meanwhile."""
         begin, first, wants = time.perf_counter(), True, False
         self._timeline.abort()  # what another, suspended stream runs ahead
@@ -503,7 +503,7 @@ class Session:
             pick, row = self._run_ahead(mx.array([token], mx.int32))
             while self._timeline.open_blocks:
                 last = end is not None and self.pos + 1 >= end
-                alone = wants or last or self._timeline.leaves_mark(1)
+                alone = wants or last or self._timeline.leaves_checkpoint(1)
                 following = (None, None) if alone else self._run_ahead(pick)
                 value = pick.item()
                 refuse_nan(row, [value])

@@ -1,4 +1,4 @@
-"""A session's timeline in one safetensors file: tokens, every layer's state, the ladder.
+"""A session's timeline in one safetensors file: tokens, every layer's state, the checkpoints.
 
 Written to a temporary file, synced, then renamed, so that a file is whole or absent.
 """

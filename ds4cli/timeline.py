@@ -21,8 +21,8 @@ from ds4cli.caches import LayerAdapter, adapt, build_caches, nest
 from ds4cli.errors import StateError
 from ds4cli.horizon import Horizon, Segment
 from ds4cli.rewind import (
-    Frontier,
-    Ladder,
+    Checkpoint,
+    Checkpoints,
     Reach,
     RewindPlan,
     RewindReport,
@@ -34,7 +34,7 @@ from ds4cli.settings import MAX_BLOCK_TOKENS
 from ds4cli.tape import Recorder, Tape
 from ds4cli.taps import Taps
 
-# Rows between the marks inside a long call, where recurrences hand out their state on the way.
+# Rows between the checkpoints inside a long call, where recurrences hand out their state on the way.
 STOP_ROWS = 128
 # Cache kinds that never drop a row.
 EVERY_ROW = ("kv", "quantized kv", "concatenate")
@@ -44,7 +44,7 @@ EVERY_ROW = ("kv", "quantized kv", "concatenate")
 class Limits:
     """How far back is kept, and how a long feed is cut.
 
-    horizon_tokens: positions reached without a model call. budget_bytes: record, horizon and ladder
+    horizon_tokens: positions reached without a model call. budget_bytes: record, horizon and checkpoints
     together. chunk_tokens: tokens of one prefill call.
     """
 
@@ -87,17 +87,17 @@ class Counters:
 class _Snapshot:
     holds: list[Any]
     tokens: list[int]
-    ahead: list[int]
+    redo_tokens: list[int]
     logits: mx.array | None
-    record: tuple[int, int]
+    last_block: tuple[int, int]
     horizon: Horizon
-    ladder: Ladder
+    checkpoints: Checkpoints
     adapters: list[LayerAdapter]
     caches: list[Any]
 
 
 class Timeline:
-    """One model's tokens and caches, with a horizon and a ladder to go back by.
+    """One model's tokens and caches, with a horizon and a checkpoints to go back by.
 
     model: an mlx-lm model, called as `model(tokens (1, n), cache=caches) -> logits (1, n, V)`.
     recorder: the armed tape recorder; None means that recurrent layers go back by feeding tokens.
@@ -132,17 +132,17 @@ class Timeline:
         self.adapters = adapt(caches) if adapters is None else adapters
         self._recurrent = [a for a in self.adapters if not a.seekable]
         self._seekable = [a for a in self.adapters if a.seekable]
-        # True when every layer keeps every row: a rewind is a cursor move, and no mark helps.
+        # True when every layer keeps every row: a rewind is a cursor move, and no checkpoint helps.
         self.can_cut = all(a.kind in EVERY_ROW for a in self.adapters)
 
     def _start_empty(self) -> None:
         self.tokens: list[int] = []
-        self.ahead: list[int] = []  # tokens beyond pos whose rows still stand: redo
+        self.redo_tokens: list[int] = []  # tokens beyond pos whose rows still stand: redo
         self.logits: mx.array | None = None
-        self.record = (0, 0)
+        self.last_block = (0, 0)
         limits = self.limits
         self.horizon = Horizon(limits.horizon_tokens, limits.budget_bytes // 2, self.recorder)
-        self.ladder = Ladder(limits.budget_bytes)
+        self.checkpoints = Checkpoints(limits.budget_bytes)
         self._open: list[_Block] = []  # oldest first
 
     @property
@@ -178,7 +178,7 @@ class Timeline:
         not known yet (an unevaluated int32 (1,)): so the graph of the next step is built while
         this one runs.
         """
-        self._forget_ahead()
+        self._forget_redo()
         holds, below = [a.hold() for a in self.adapters], list(self._open)
         slots = [holds[i] for i, a in enumerate(self.adapters) if not a.seekable]
         start = self.pos + sum(len(block.feed) for block in below)
@@ -233,7 +233,7 @@ class Timeline:
         Returns the tokens published. Only the newest block can be cut.
         """
         block = self._open[0]
-        before = self.logits, self.record, self.horizon.copy(), self.ladder.copy()
+        before = self.logits, self.last_block, self.horizon.copy(), self.checkpoints.copy()
         try:
             feed = block.feed.tolist() if isinstance(block.feed, mx.array) else list(block.feed)
             if rows < len(feed):
@@ -244,7 +244,7 @@ class Timeline:
             # The record begins where its first logits row is: after a feed from a bare state, one
             # token later.
             start = block.start + (self.logits is None)
-            self.logits, self.record = block.row(rows), (start, self.pos)
+            self.logits, self.last_block = block.row(rows), (start, self.pos)
             self._remember(block, rows, before[0])
             if block.hidden and self.observer is not None:
                 whole = rows == len(feed)
@@ -254,7 +254,7 @@ class Timeline:
             self._restore(block.holds)
             self._open = []
             del self.tokens[block.start :]
-            self.logits, self.record, self.horizon, self.ladder = before
+            self.logits, self.last_block, self.horizon, self.checkpoints = before
             raise
         return feed[:rows]
 
@@ -282,7 +282,7 @@ class Timeline:
     def _remember(self, block: _Block, rows: int, row_before: Any) -> None:
         if not self.recording:
             return
-        # A long feed's early calls: no tape, or one for the marks inside, and the last row only.
+        # A long feed's early calls: no tape, or one for the checkpoints inside, and the last row only.
         if self._recurrent and (block.tape is None or len(block.logits) < len(block.feed)):
             self.horizon.clear()
             return
@@ -291,78 +291,78 @@ class Timeline:
         if rows < len(block.feed):
             segment = segment.head(rows)
         self.horizon.append(segment, row_before)
-        if self.leaves_mark(0):
-            self.mark("block")
+        if self.leaves_checkpoint(0):
+            self.checkpoint("block")
 
     @property
     def tape_bytes_per_token(self) -> int:
         return 0 if self.recorder is None else self.recorder.row_bytes
 
-    def _forget_ahead(self) -> None:
+    def _forget_redo(self) -> None:
         """The next write overwrites what lies beyond pos. The tokens go last: interrupted before,
         this is done again."""
-        if self.ahead:
+        if self.redo_tokens:
             self.horizon.truncate(self.pos)
-            self.ladder.drop_after(self.pos)
-            self.ahead = []
+            self.checkpoints.drop_after(self.pos)
+            self.redo_tokens = []
 
     def _restore(self, holds: list[Any]) -> None:
         for a, held in zip(self.adapters, holds, strict=True):
             a.restore(held)
 
-    # -- marks ------------------------------------------------------------------------------------
+    # -- checkpoints ------------------------------------------------------------------------------------
 
-    def mark(self, kind: str) -> None:
-        """Put a frontier of the current position on the ladder; no-op where all layers cut."""
+    def checkpoint(self, kind: str) -> None:
+        """Put a checkpoint of the current position on the checkpoints; no-op where all layers cut."""
         if self.pos == 0 or not self.recording or self.can_cut:
             return
         self.abort()  # the layers of an open block stand beyond pos
-        self._add_mark(self.pos, kind, self.logits)
+        self._add_checkpoint(self.pos, kind, self.logits)
 
-    def _add_mark(self, pos: int, kind: str, row: mx.array | None) -> None:
+    def _add_checkpoint(self, pos: int, kind: str, row: mx.array | None) -> None:
         """The layers stand at `pos`; `row` predicts the token there, if it is known."""
-        payload = [a.frontier() for a in self.adapters]
+        payload = [a.checkpoint() for a in self.adapters]
         pairs = zip(self.adapters, payload, strict=True)
-        arrays = [x for a, state in pairs for x in a.frontier_arrays(state)]
+        arrays = [x for a, state in pairs for x in a.checkpoint_arrays(state)]
         logits = None if row is None else mx.contiguous(row)
         mx.async_eval(arrays, [] if logits is None else logits)
         nbytes = sum(x.nbytes for x in arrays) + (0 if logits is None else logits.nbytes)
-        self.ladder.add(Frontier(pos, kind, payload, nbytes, logits), self.pos)
+        self.checkpoints.add(Checkpoint(pos, kind, payload, nbytes, logits), self.pos)
         budget = self.limits.budget_bytes
-        if self.ladder.nbytes + self.horizon.held_bytes > budget:
-            self.ladder.thin(self.pos, max(0, budget - self.horizon.nbytes))
+        if self.checkpoints.nbytes + self.horizon.held_bytes > budget:
+            self.checkpoints.thin(self.pos, max(0, budget - self.horizon.nbytes))
 
-    def _mark_inside(self, block: _Block) -> None:
+    def _checkpoint_inside(self, block: _Block) -> None:
         """Marks in the middle of the call that was just committed, where its tape has the states:
         going back to before its end then replays a part of it only."""
         holds = [a.hold() for a in self.adapters]
         for rows in block.tape.stops():
             pos = block.start + rows
-            if all(a.reach() <= pos for a in self._seekable):
+            if all(a.low() <= pos for a in self._seekable):
                 self._stand(pos, block.tape.replay(block.slots, rows))
-                self._add_mark(pos, "chunk", None)
+                self._add_checkpoint(pos, "chunk", None)
         self._restore(holds)
 
     def kept_bytes(self) -> dict[str, int]:
-        """Bytes kept alive for going back: "record" (part of the horizon), "horizon", "ladder"."""
+        """Bytes kept alive for going back: "last_block" (part of the horizon), "horizon", "checkpoints"."""
         segments = self.horizon.segments
         record = segments[-1].nbytes if segments else 0
-        return {"record": record, "horizon": self.horizon.nbytes, "ladder": self.ladder.nbytes}
+        return {"last_block": record, "horizon": self.horizon.nbytes, "checkpoints": self.checkpoints.nbytes}
 
-    def leaves_mark(self, rows: int) -> bool:
-        """Whether committing `rows` more rows leaves a mark: it needs the layers to stand there, so
+    def leaves_checkpoint(self, rows: int) -> bool:
+        """Whether committing `rows` more rows leaves a checkpoint: it needs the layers to stand there, so
         no further block may be open."""
         if not self.recording or self.can_cut:
             return False
-        newest = self.ladder.frontiers[-1].pos if self.ladder.frontiers else 0
+        newest = self.checkpoints.kept[-1].pos if self.checkpoints.kept else 0
         return self.pos + rows - newest >= max(64, self.limits.horizon_tokens // 4)
 
     # -- back -------------------------------------------------------------------------------------
 
     def reach(self) -> Reach:
-        """What is reached now, and from which frontiers the rest."""
-        low = max((a.reach() for a in self._seekable), default=0)
-        high = min((a.end() for a in self._seekable), default=self.pos + len(self.ahead))
+        """What is reached now, and from which checkpoints the rest."""
+        low = max((a.low() for a in self._seekable), default=0)
+        high = min((a.high() for a in self._seekable), default=self.pos + len(self.redo_tokens))
         rows = self.horizon.rows()
         if self._recurrent:
             held = self.horizon.low is not None and self.horizon.low <= self.pos
@@ -370,16 +370,16 @@ class Timeline:
             high = min(high, self.horizon.end if held else self.pos)
         if self.logits is not None and self.pos not in rows:
             rows = frozenset({*rows, self.pos})
-        frontiers = [f for f in self.ladder.frontiers if f.pos <= self.pos or self._restores(f)]
-        return Reach(self.pos, low, high, rows, self.record, self.can_cut, frontiers)
+        checkpoints = [f for f in self.checkpoints.kept if f.pos <= self.pos or self._restores(f)]
+        return Reach(self.pos, low, high, rows, self.last_block, self.can_cut, checkpoints)
 
-    def _restores(self, frontier: Frontier) -> bool:
-        pairs = zip(self.adapters, frontier.payload, strict=True)
+    def _restores(self, checkpoint: Checkpoint) -> bool:
+        pairs = zip(self.adapters, checkpoint.payload, strict=True)
         return all(a.restores(state) for a, state in pairs)
 
     def plan(self, pos: int, *, needs_row: bool = True) -> RewindPlan:
         """How `rewind(pos)` would go. No side effect. StateError outside the known tokens."""
-        known = self.pos + len(self.ahead)
+        known = self.pos + len(self.redo_tokens)
         if not 0 <= pos <= known:
             raise StateError(
                 f"cannot rewind to position `{pos}`", f"positions 0 to {known} are known"
@@ -417,11 +417,11 @@ class Timeline:
         *,
         cancel: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] | None = None,
-        marks: Iterable[int] = (),
+        checkpoints: Iterable[int] = (),
     ) -> RewindReport:
         """Make `tokens` equal `target`: keep the common prefix, go back to it, feed the rest.
 
-        Stops between model calls when `cancel()` is true; what was read by then is kept. marks:
+        Stops between model calls when `cancel()` is true; what was read by then is kept. checkpoints:
         positions on the way that are to stay cheap to come back to.
         """
         self.abort()
@@ -433,7 +433,7 @@ class Timeline:
         before, counted = self.pos, self.counters.forwards
         with self._all_or_nothing():
             self._move(step)
-        self._feed_all(self._feed_to_marks(target, marks, cancel), cancel, progress)
+        self._feed_all(self._feed_to_checkpoints(target, checkpoints, cancel), cancel, progress)
         replayed = min(self.pos, common) - step.base
         return RewindReport(
             step.source,
@@ -444,19 +444,19 @@ class Timeline:
             seconds=time.perf_counter() - begin,
         )
 
-    def _feed_to_marks(
-        self, target: list[int], marks: Iterable[int], cancel: Callable[[], bool]
+    def _feed_to_checkpoints(
+        self, target: list[int], checkpoints: Iterable[int], cancel: Callable[[], bool]
     ) -> list[int]:
-        """Feed `target` up to the last of `marks`, marking each; returns the rest of it."""
-        for pos in () if self.can_cut else sorted(set(marks)):
+        """Feed `target` up to the last of `checkpoints`, marking each; returns the rest of it."""
+        for pos in () if self.can_cut else sorted(set(checkpoints)):
             if self.pos <= pos < len(target) and not cancel():
                 self._feed_all(target[self.pos : pos], cancel, last=False)
-                if self.pos == pos and not self.ladder.has(pos, "system"):
-                    self.mark("system")
+                if self.pos == pos and not self.checkpoints.has(pos, "system"):
+                    self.checkpoint("system")
         return target[self.pos :]
 
     def _known(self) -> list[int]:
-        return self.tokens + self.ahead
+        return self.tokens + self.redo_tokens
 
     def _move(self, step: RewindPlan) -> None:
         """Bring every layer to `step.base` without a model call, then publish."""
@@ -464,7 +464,7 @@ class Timeline:
             if step.source == "rebuild":
                 self._set_caches(build_caches(self.model, self.limits.slack_tokens, **self._kv))
             elif step.source == "frontier":
-                self._restore_frontier(step.frontier)
+                self._restore_checkpoint(step.checkpoint)
             else:
                 self._reach_without_call(step.base)
         self._publish(step)
@@ -477,23 +477,23 @@ class Timeline:
             mx.eval(slots)
         self._stand(pos, slots)
 
-    def _restore_frontier(self, frontier: Frontier) -> None:
-        for a, state in zip(self.adapters, frontier.payload, strict=True):
-            a.restore_frontier(state, frontier.pos)
+    def _restore_checkpoint(self, checkpoint: Checkpoint) -> None:
+        for a, state in zip(self.adapters, checkpoint.payload, strict=True):
+            a.restore_checkpoint(state, checkpoint.pos)
 
     def _publish(self, step: RewindPlan) -> None:
         known = self._known()
-        self.tokens, self.ahead = known[: step.base], known[step.base :]
-        if step.frontier is not None and step.frontier.logits is not None:
-            self.logits = step.frontier.logits
+        self.tokens, self.redo_tokens = known[: step.base], known[step.base :]
+        if step.checkpoint is not None and step.checkpoint.logits is not None:
+            self.logits = step.checkpoint.logits
         elif step.base in self.horizon.rows():
             self.logits = self.horizon.row(step.base)
         elif step.source != "live":
             self.logits = None
         if step.source == "rebuild":
-            self.ahead = []
+            self.redo_tokens = []
             self.horizon.clear()
-            self.ladder.drop_after(0)
+            self.checkpoints.drop_after(0)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -501,11 +501,11 @@ class Timeline:
         was = _Snapshot(
             [a.hold() for a in self.adapters],
             list(self.tokens),
-            list(self.ahead),
+            list(self.redo_tokens),
             self.logits,
-            self.record,
+            self.last_block,
             self.horizon.copy(),
-            self.ladder.copy(),
+            self.checkpoints.copy(),
             self.adapters,
             self.caches,
         )
@@ -514,8 +514,8 @@ class Timeline:
         except BaseException:
             self._set_caches(was.caches, was.adapters)
             self._restore(was.holds)
-            self.tokens, self.ahead, self.logits = was.tokens, was.ahead, was.logits
-            self.record, self.horizon, self.ladder = was.record, was.horizon, was.ladder
+            self.tokens, self.redo_tokens, self.logits = was.tokens, was.redo_tokens, was.logits
+            self.last_block, self.horizon, self.checkpoints = was.last_block, was.horizon, was.checkpoints
             raise
 
     def free_tokens(self) -> int | None:
@@ -535,10 +535,10 @@ class Timeline:
         twin = copy.copy(self)
         adapters = [a.fork() for a in self.adapters]
         twin._set_caches(nest(self.caches, adapters), adapters)
-        twin.tokens, twin.ahead, twin._open = list(self.tokens), [], []
-        twin.horizon, twin.ladder = self.horizon.copy(), self.ladder.copy()
+        twin.tokens, twin.redo_tokens, twin._open = list(self.tokens), [], []
+        twin.horizon, twin.checkpoints = self.horizon.copy(), self.checkpoints.copy()
         twin.horizon.truncate(self.pos)
-        twin.ladder.drop_after(self.pos)
+        twin.checkpoints.drop_after(self.pos)
         twin.counters, twin.observer = Counters(), None
         return twin
 
@@ -554,7 +554,7 @@ class Timeline:
             "logits": self.logits,
             "kv": self._kv_kind,
             "layers": [{"arrays": arrays, "meta": meta} for arrays, meta in layers],
-            "frontiers": [vars(f) for f in self.ladder.frontiers if f.pos <= self.pos],
+            "frontiers": [vars(f) for f in self.checkpoints.kept if f.pos <= self.pos],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -568,10 +568,10 @@ class Timeline:
         for a, layer in zip(self.adapters, state["layers"], strict=True):
             a.load_state(layer["arrays"], layer["meta"])
         self.tokens, self.logits = list(state["tokens"]), state["logits"]
-        self.record = (self.pos, self.pos)
-        frontiers = [Frontier(**f) for f in state["frontiers"]]
-        self.ladder = Ladder(self.limits.budget_bytes, frontiers)
-        self.ladder.drop_after(self.pos)  # earlier versions kept marks of texts that were gone
+        self.last_block = (self.pos, self.pos)
+        checkpoints = [Checkpoint(**f) for f in state["frontiers"]]
+        self.checkpoints = Checkpoints(self.limits.budget_bytes, checkpoints)
+        self.checkpoints.drop_after(self.pos)  # earlier versions kept checkpoints of texts that were gone
 
     # -- long feeds -------------------------------------------------------------------------------
 
@@ -608,7 +608,7 @@ class Timeline:
             near = last and len(tokens) - done < horizon
             self._feed_chunk(chunk, final or near, again)
             if not final:
-                self.mark("chunk")
+                self.checkpoint("chunk")
             if progress is not None:
                 progress(done, len(tokens))
 
@@ -624,10 +624,10 @@ class Timeline:
         block = self._open[0]
         self.commit(len(tokens))
         if stop_rows and block.tape is not None:
-            self._mark_inside(block)
+            self._checkpoint_inside(block)
 
     def _stop_rows(self, rows: int) -> int:
-        """How far apart the marks inside a call lie: 0 where there are none, because it is short,
+        """How far apart the checkpoints inside a call lie: 0 where there are none, because it is short,
         no recurrence leaves its state there, or they, or its tape, cost much."""
         if rows <= STOP_ROWS or self.recorder is None or not self.recorder.has_stops:
             return 0

@@ -73,7 +73,7 @@ class FakeSession:
         self.stats.prompt_tokens = len(tokens)
 
     def kept_bytes(self) -> dict[str, int]:
-        return {"record": 1, "horizon": 3, "ladder": 4}
+        return {"last_block": 1, "horizon": 3, "checkpoints": 4}
 
     def stream(self, *, cancel: Any, guard: Any = None) -> Iterator[Any]:
         for piece in self.engine.pieces:

@@ -218,7 +218,7 @@ def test_groups_come_in_order_of_appearance():
 
 
 def test_marks_where_they_pay():
-    """Guards: a mark for three tokens costs a model call per prompt; the common prefix of a
+    """Guards: a checkpoint for three tokens costs a model call per prompt; the common prefix of a
     thousand prompts has none and is read again and again."""
     shared = [0, *[2000] * 50, 1990, *[2000] * 50]
     assert grouping.branch_points(shared, 0) == [1990, 2000]
@@ -236,12 +236,12 @@ def test_marks_bound_what_is_read_twice():
         order = grouping.trie_order(prompts)
         prompts = [prompts[i] for i in order]
         shared = grouping.shared_lengths(prompts, ())
-        marks: set[int] = set()
+        checkpoints: set[int] = set()
         read_again = 0
         for i, length in enumerate(shared):
-            marks = {m for m in marks if m <= length}
-            read_again += length - max(marks, default=0)
-            marks |= set(grouping.branch_points(shared, i))
+            checkpoints = {m for m in checkpoints if m <= length}
+            read_again += length - max(checkpoints, default=0)
+            checkpoints |= set(grouping.branch_points(shared, i))
         assert read_again <= len(prompts) * grouping.WORTHWHILE_TOKENS
 
 

@@ -236,7 +236,7 @@ def test_several_completions_read_the_prompt_once(shared, folders):
     [("qwen3_next", 80), *(pytest.param(f, 1000, marks=pytest.mark.slow) for f in FAMILIES)],
 )
 def test_memory_is_flat(shared, folders, monkeypatch, family, n):
-    """Guards: states, marks or results of finished requests stay alive."""
+    """Guards: states, checkpoints or results of finished requests stay alive."""
     source = write_jsonl("in", over_one_document(n, 300))
     held = []
     update = batch.progress.BatchProgress.update

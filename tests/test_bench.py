@@ -127,9 +127,9 @@ def test_the_agent_repairs_every_boundary():
 def test_memory_is_counted_in_bytes():
     """Guards: a model that keeps something says that it keeps nothing, or the other way round."""
     kept = {r.way: r.median for r in rows_of(lab_of("qwen3_next"), "memory") if r.case != "peak"}
-    assert kept["horizon"] >= kept["record"] > 0 and kept["ladder"] > 0
+    assert kept["horizon"] >= kept["last_block"] > 0 and kept["checkpoints"] > 0
     plain = {r.way: r.median for r in rows_of(lab_of("llama"), "memory") if r.case != "peak"}
-    assert plain["ladder"] == 0
+    assert plain["checkpoints"] == 0
 
 
 def test_a_mismatch_in_the_control_is_found(monkeypatch):

@@ -104,7 +104,7 @@ def whole():
     rows = [
         row(1, 2, 3, against="rebuild", match=True, forwards=0, fed_tokens=0, source="block"),
         row(2000, 2000, 2300, way="rebuild", forwards=2, fed_tokens=92),
-        row(12_206_080, way="ladder", case="kept", scenario="memory", unit="bytes"),
+        row(12_206_080, way="checkpoints", case="kept", scenario="memory", unit="bytes"),
     ]
     return report.Report({"chip": "C", "cores": 2}, {"block": 5}, rows, warnings=["busy"])
 
@@ -140,7 +140,7 @@ def test_markdown_puts_a_row_beside_its_partner(whole):
     text = report.markdown(whole)
     assert "| case | reuse | rebuild | faster by | how | model calls | tokens fed |" in text
     assert "| back 8 | 2 ± 1 ms | 2 ± 0 s | 1,000x | block | 0 / 2 | 0 / 92 | yes |" in text
-    assert "| kept | ladder | 12.2 MB |" in text and "warning: busy" in text
+    assert "| kept | checkpoints | 12.2 MB |" in text and "warning: busy" in text
     assert report.yes_no(False) == "**no**"
 
 

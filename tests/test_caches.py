@@ -179,7 +179,7 @@ class Rig:
     """A model, its caches and what they have consumed, moved by hand.
 
     `step` is the growth of the buffers: small, so that they grow and compact all the time.
-    Recurrent layers cannot seek; they go back to frontiers kept here at every position written.
+    Recurrent layers cannot seek; they go back to checkpoints kept here at every position written.
     """
 
     def __init__(self, name: str, slack: int = 5, seed: int = 0, step: int = 4, caches=None, **kv):
@@ -194,7 +194,7 @@ class Rig:
         self.known: list[int] = []  # tokens, and those a seek left ahead
         self.seekable = [a for a in self.adapters if a.seekable]
         self.recurrent = [a for a in self.adapters if not a.seekable]
-        self.kept = {0: [a.frontier() for a in self.recurrent]}
+        self.kept = {0: [a.checkpoint() for a in self.recurrent]}
 
     def words(self, n: int) -> list[int]:
         return [self.rng.randrange(V) for _ in range(n)]
@@ -211,22 +211,22 @@ class Rig:
         self.call(new)
         self.kept = {p: kept for p, kept in self.kept.items() if p <= len(self.tokens)}
         self.tokens = self.known = [*self.tokens, *new]
-        self.kept[len(self.tokens)] = [a.frontier() for a in self.recurrent]
+        self.kept[len(self.tokens)] = [a.checkpoint() for a in self.recurrent]
         return new
 
-    def reach(self) -> range:
+    def low(self) -> range:
         """Positions that every seekable layer says it reaches."""
-        low = max((a.reach() for a in self.seekable), default=0)
-        return range(low, min([len(self.known), *(a.end() for a in self.seekable)]) + 1)
+        low = max((a.low() for a in self.seekable), default=0)
+        return range(low, min([len(self.known), *(a.high() for a in self.seekable)]) + 1)
 
     def targets(self) -> list[int]:
-        return [p for p in self.reach() if not self.recurrent or p in self.kept]
+        return [p for p in self.low() if not self.recurrent or p in self.kept]
 
     def seek(self, pos: int) -> None:
         for a in self.seekable:
             a.seek(pos)
         for a, state in zip(self.recurrent, self.kept.get(pos, ()), strict=False):
-            a.restore_frontier(state, pos)
+            a.restore_checkpoint(state, pos)
         self.tokens = self.known[:pos]
 
     def check(self) -> None:
@@ -239,14 +239,14 @@ class Rig:
             a.restore(hold)
         assert any(close(row, fresh) for fresh in fresh_rows(self.model, [*self.tokens, *probe]))
 
-    def frontier(self) -> list:
-        states = [a.frontier() for a in self.adapters]
-        mx.eval([a.frontier_arrays(s) for a, s in zip(self.adapters, states, strict=True)])
+    def checkpoint(self) -> list:
+        states = [a.checkpoint() for a in self.adapters]
+        mx.eval([a.checkpoint_arrays(s) for a, s in zip(self.adapters, states, strict=True)])
         return states
 
-    def restore_frontier(self, states: list, tokens: list[int]) -> None:
+    def restore_checkpoint(self, states: list, tokens: list[int]) -> None:
         for a, state in zip(self.adapters, states, strict=True):
-            a.restore_frontier(state, len(tokens))
+            a.restore_checkpoint(state, len(tokens))
         self.tokens = self.known = tokens
 
     def fork(self) -> Rig:
@@ -316,7 +316,7 @@ def test_one_position_below_the_reach_is_refused_and_would_be_wrong(name):
     rig.feed(20)
     for _ in range(25):
         rig.feed(1)
-    known, low = rig.tokens, rig.reach().start
+    known, low = rig.tokens, rig.low().start
     assert 0 < low <= len(known) - 3
     with pytest.raises(StateError, match="out of reach"):
         rig.seek(low - 1)
@@ -327,8 +327,8 @@ def test_one_position_below_the_reach_is_refused_and_would_be_wrong(name):
     rig.check()
     if name == "llama4":
         return  # the next lower position of a chunk needs only the rows that are there
-    tight = [a for a in rig.seekable if a.reach() == low]
-    with mock.patch.object(type(tight[0]), "reach", lambda self: 0), pytest.raises(AssertionError):
+    tight = [a for a in rig.seekable if a.low() == low]
+    with mock.patch.object(type(tight[0]), "low", lambda self: 0), pytest.raises(AssertionError):
         rig.seek(low - 1)
         rig.check()
 
@@ -345,11 +345,11 @@ def test_the_reach_never_shrinks_below_the_slack(name):
             if choice < 0.6:
                 rig.feed(rig.rng.choice([1, 1, 1, 5, 17]))
             elif choice < 0.8:
-                rig.seek(rig.rng.choice(rig.reach()))
+                rig.seek(rig.rng.choice(rig.low()))
             else:
                 abort(rig, layer=rig.rng.randrange(4), n=rig.rng.choice([1, 9, 30]))
             top = max(top, len(rig.tokens))
-            assert rig.reach().start <= max(0, top - slack)
+            assert rig.low().start <= max(0, top - slack)
         rig.check()
 
 
@@ -394,22 +394,22 @@ def test_a_hold_whose_rows_were_overwritten_says_so():
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_hold_undoes_seeks_and_restored_frontiers_with_the_redo(name):
+def test_a_hold_undoes_seeks_and_restored_checkpoints_with_the_redo(name):
     """A rewind that fails half-way, before any write, is put back with all it could redo."""
     rig = Rig(name, slack=5, step=1)
     rig.feed(3)
-    early, first = rig.frontier(), rig.tokens
+    early, first = rig.checkpoint(), rig.tokens
     for _ in range(30):
         rig.feed(1)
     known = rig.tokens
     rig.seek(rig.targets()[-3])
-    here, end = rig.tokens, rig.reach().stop
+    here, end = rig.tokens, rig.low().stop
     holds = [a.hold() for a in rig.adapters]
-    rig.restore_frontier(early, first)
+    rig.restore_checkpoint(early, first)
     for a, hold in zip(rig.adapters, holds, strict=True):
         a.restore(hold)
     rig.tokens, rig.known = here, known
-    assert rig.reach().stop == end
+    assert rig.low().stop == end
     rig.check()
 
 
@@ -527,13 +527,13 @@ def test_a_fork_costs_nothing_until_both_write(make):
     assert write(third) < size / 20  # nobody else is left
 
 
-def test_a_hold_or_a_frontier_makes_no_write_copy():
+def test_a_hold_or_a_checkpoint_makes_no_write_copy():
     """A kept slice of a buffer costs a full copy at every following write."""
     for adapter in (filled(KVCache), filled(SlidingKVCache, 1024, 1024)):
         size = sum(a.nbytes for a in adapter.arrays())
         write(adapter)
-        state = adapter.frontier()
-        mx.eval(adapter.frontier_arrays(state))
+        state = adapter.checkpoint()
+        mx.eval(adapter.checkpoint_arrays(state))
         hold = adapter.hold()
         assert write(adapter) < size / 20
         adapter.restore(hold)
@@ -541,65 +541,65 @@ def test_a_hold_or_a_frontier_makes_no_write_copy():
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_frontier_outlives_everything_written_after_it(name):
-    """Growth, compaction, other tokens and its own use must not change what a frontier restores."""
+def test_a_checkpoint_outlives_everything_written_after_it(name):
+    """Growth, compaction, other tokens and its own use must not change what a checkpoint restores."""
     rig = Rig(name, slack=4, step=3)
-    marks = []
+    checkpoints = []
     for n in (3, 6, 1, 9):
         rig.feed(n)
-        marks.append((rig.frontier(), rig.tokens))
+        checkpoints.append((rig.checkpoint(), rig.tokens))
     for _ in range(40):
         rig.feed(1)
-    for states, tokens in reversed(marks):
+    for states, tokens in reversed(checkpoints):
         for _ in range(2):
-            rig.restore_frontier(states, tokens)
+            rig.restore_checkpoint(states, tokens)
             rig.check()
             rig.feed(5)
             rig.feed(1)
             rig.check()
 
 
-def test_a_restored_frontier_is_not_written_into():
+def test_a_restored_checkpoint_is_not_written_into():
     """Two branches may share it: restore, seek below it, write, and it must still be the same."""
     for make in (SlidingKVCache, SlackChunkedKVCache):
         adapter = adapt([make(WINDOW, 4)])[0]
         adapter.cache.step = 4
         rows = mx.random.normal((1, 2, 5, 4))
         append(adapter.cache, rows)
-        state = adapter.frontier()
+        state = adapter.checkpoint()
         for _ in range(30):
             append(adapter.cache, rows)
-        adapter.restore_frontier(state, 5)
-        before = [mx.array(a) + 0 for a in adapter.frontier_arrays(state)]
+        adapter.restore_checkpoint(state, 5)
+        before = [mx.array(a) + 0 for a in adapter.checkpoint_arrays(state)]
         mx.eval(before)
         adapter.seek(2)
         adapter.before_write()
         append(adapter.cache, rows[..., :2, :] - 9)
-        for a, b in zip(before, adapter.frontier_arrays(state), strict=True):
+        for a, b in zip(before, adapter.checkpoint_arrays(state), strict=True):
             assert mx.array_equal(a, b)
 
 
 @pytest.mark.parametrize("name", ("llama", "gemma3_text", "deepseek_v41"))
-def test_a_frontier_is_keyed_by_its_position(name):
+def test_a_checkpoint_is_keyed_by_its_position(name):
     """A state filed under another count of tokens is the classic silent corruption."""
     rig = Rig(name)
     rig.feed(9)
-    states = rig.frontier()
+    states = rig.checkpoint()
     rig.feed(5)
     with pytest.raises(StateError, match="taken at `9`"):
-        rig.adapters[0].restore_frontier(states[0], 8)
+        rig.adapters[0].restore_checkpoint(states[0], 8)
     assert rig.adapters[0].pos() == 14
 
 
-def test_a_frontier_pins_nothing_big():
+def test_a_checkpoint_pins_nothing_big():
     """A convolution tail is a slice of a whole prefill chunk and would keep it alive."""
     c = ArraysCache(2)
     chunk = mx.zeros((1, 4096, 256))
     mx.eval(chunk)
     c[0], c[1] = chunk[:, -3:], mx.zeros((1, 8, 16, 16))
     adapter = adapt([c])[0]
-    state = adapter.frontier()
-    mx.eval(adapter.frontier_arrays(state))
+    state = adapter.checkpoint()
+    mx.eval(adapter.checkpoint_arrays(state))
     c[0] = c[1] = None
     size = chunk.nbytes
     before = mx.get_active_memory()
@@ -630,7 +630,7 @@ def test_saved_layers_go_on_and_still_go_back(name, tmp_path):
     other.tokens = other.known = rig.tokens
     other.kept = {p: s for p, s in rig.kept.items() if p <= len(rig.tokens)}
     other.check()
-    assert other.reach().start <= len(other.tokens) - 6 or other.reach().start == 0
+    assert other.low().start <= len(other.tokens) - 6 or other.low().start == 0
     other.seek(other.targets()[0])
     other.check()
     other.feed(3)
@@ -644,7 +644,7 @@ def test_chunked_reach_stops_at_a_chunk_boundary():
     for _ in range(45):
         rig.feed(1)
         chunked = rig.adapters[0]
-        assert chunked.reach() % WINDOW == 0 and chunked.reach() >= chunked.cache.start
+        assert chunked.low() % WINDOW == 0 and chunked.low() >= chunked.cache.start
 
 
 def test_attention_sees_no_more_rows_than_stock():
@@ -724,9 +724,9 @@ def test_quantised_rows_go_back_too():
             branch.feed(3)
         rig.check()
         twin.check()
-        states, tokens = rig.frontier(), rig.tokens
+        states, tokens = rig.checkpoint(), rig.tokens
         rig.feed(9)
-        rig.restore_frontier(states, tokens)
+        rig.restore_checkpoint(states, tokens)
         rig.check()
         arrays, meta = rig.adapters[0].state_dict()
         rig.adapters[0].load_state(arrays, meta)

@@ -100,7 +100,7 @@ def test_every_row_of_the_record_after_every_step(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rewinding_anywhere_then_decoding_on(name):
-    """A rewind across windows, marks and the prompt, then the same text again."""
+    """A rewind across windows, checkpoints and the prompt, then the same text again."""
     session = make_session(name, "oracle", 0.0, 3)
     generate(session)
     whole = session.tokens
@@ -237,7 +237,7 @@ def test_saved_and_loaded_sessions_go_on_alike(name, tmp_path):
     eng = engine(name, model=model(name), prefill_step_size=8)
     session = eng.session()
     session.sync(prompt(20))
-    session.mark("turn")
+    session.checkpoint("turn")
     session.sync([*prompt(20), 1, 2, 3])
     session.save(tmp_path / "s")
     loaded = eng.load_session(tmp_path / "s")

@@ -230,7 +230,7 @@ class Moves:
             pos = self.random.randint(max(2, self.pos - 8), self.pos)
             self.go(pos) if self.random.random() < 0.5 or kind == "lower" else None
             self.pos = pos  # a sync reads before it says where it stands
-            if kind == "replay":  # back to a mark before, and from there on again
+            if kind == "replay":  # back to a checkpoint before, and from there on again
                 self.read(0, start=self.random.randint(0, pos - 1))
             elif kind == "edit":
                 self.read(self.random.randint(1, 3))

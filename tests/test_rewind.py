@@ -1,19 +1,19 @@
-"""The pure half of going back: plans, call sizes, the ladder."""
+"""The pure half of going back: plans, call sizes, the checkpoints."""
 
 import random
 
 import pytest
 
-from ds4cli.rewind import Frontier, Ladder, Reach, call_sizes, common_prefix, plan
+from ds4cli.rewind import Checkpoint, Checkpoints, Reach, call_sizes, common_prefix, plan
 
 
-def mark(pos, kind="block", nbytes=10, logits="row"):
-    return Frontier(pos, kind, None, nbytes, logits)
+def checkpoint(pos, kind="block", nbytes=10, logits="row"):
+    return Checkpoint(pos, kind, None, nbytes, logits)
 
 
-def reach(pos=100, low=60, rows=None, record=(95, 100), can_cut=False, marks=()):
+def reach(pos=100, low=60, rows=None, last_block=(95, 100), can_cut=False, checkpoints=()):
     rows = range(low, pos + 1) if rows is None else rows
-    return Reach(pos, low, pos, rows, record, can_cut, marks)
+    return Reach(pos, low, pos, rows, record, can_cut, checkpoints)
 
 
 def planned(pos, where, chunk=512, last=512, **options):
@@ -35,7 +35,7 @@ def test_inside_the_horizon_costs_no_call():
 
 def test_a_dropped_row_costs_one_token():
     """Without its logits row a position is reached from one token before, not from a mark."""
-    p = planned(70, reach(rows=range(90, 101), marks=[mark(60)]))
+    p = planned(70, reach(rows=range(90, 101), checkpoints=[checkpoint(60)]))
     assert (p.source, p.base, p.replay, p.forwards) == ("horizon", 69, 1, 1)
 
 
@@ -45,18 +45,18 @@ def test_plain_kv_is_a_cut():
     assert (p.source, p.base, p.forwards) == ("trim", 4, 1)
 
 
-def test_nearest_frontier_below():
-    """A frontier beyond the target, or a farther one, must not be chosen."""
-    marks = [mark(10), mark(30), mark(50, logits=None), mark(55)]
-    p = planned(52, reach(marks=marks))
+def test_nearest_checkpoint_below():
+    """A checkpoint beyond the target, or a farther one, must not be chosen."""
+    checkpoints = [checkpoint(10), checkpoint(30), checkpoint(50, logits=None), checkpoint(55)]
+    p = planned(52, reach(checkpoints=checkpoints))
     assert (p.source, p.base, p.replay) == ("frontier", 50, 2)
 
 
-def test_a_frontier_without_its_row_does_not_serve_its_own_position():
-    """Landing on a mark without logits must feed at least one token."""
-    p = planned(50, reach(marks=[mark(30), mark(50, logits=None)]))
+def test_a_checkpoint_without_its_row_does_not_serve_its_own_position():
+    """Landing on a checkpoint without logits must feed at least one token."""
+    p = planned(50, reach(checkpoints=[checkpoint(30), checkpoint(50, logits=None)]))
     assert (p.base, p.replay) == (30, 20)
-    assert planned(50, reach(marks=[mark(50)])).forwards == 0
+    assert planned(50, reach(checkpoints=[checkpoint(50)])).forwards == 0
 
 
 def test_no_mark_means_rebuild():
@@ -95,51 +95,51 @@ def test_common_prefix_against_the_plain_loop():
 
 
 def test_thinning_keeps_the_promise():
-    """Going back d tokens replays at most d plus one block, with about 2 log2(pos) marks."""
-    ladder = Ladder(31 * 10)
+    """Going back d tokens replays at most d plus one block, with about 2 log2(pos) checkpoints."""
+    checkpoints = Checkpoints(31 * 10)
     for pos in range(16, 20_001, 16):
-        ladder.add(mark(pos), pos)
+        checkpoints.add(checkpoint(pos), pos)
     live = 20_000
-    assert len(ladder.frontiers) <= 2 * 15 + 1
+    assert len(checkpoints.kept) <= 2 * 15 + 1
     for depth in range(1, live):
-        nearest = max((f.pos for f in ladder.frontiers if f.pos <= live - depth), default=0)
+        nearest = max((f.pos for f in checkpoints.kept if f.pos <= live - depth), default=0)
         assert live - depth - nearest <= depth + 16
 
 
 def test_with_room_nothing_is_thinned_and_their_number_is_bounded():
     """Memory that was granted must be used; arrays must not pile up all the same."""
-    ladder = Ladder(10**9)
+    checkpoints = Checkpoints(10**9)
     for pos in range(16, 3_001, 16):
-        ladder.add(mark(pos), pos)
-    assert len(ladder.frontiers) == 3_000 // 16
+        checkpoints.add(checkpoint(pos), pos)
+    assert len(checkpoints.kept) == 3_000 // 16
     for pos in range(3_016, 20_001, 16):
-        ladder.add(mark(pos), pos)
-    assert len(ladder.frontiers) <= 256
+        checkpoints.add(checkpoint(pos), pos)
+    assert len(checkpoints.kept) <= 256
 
 
 def test_budget_evicts_blocks_then_chunks_then_turns():
-    """The marks that people go back to must outlive the automatic ones."""
-    ladder = Ladder(40)
+    """The checkpoints that people go back to must outlive the automatic ones."""
+    checkpoints = Checkpoints(40)
     for pos, kind in [(10, "system"), (20, "chunk"), (30, "turn"), (40, "tool"), (50, "block")]:
-        ladder.add(mark(pos, kind), 51)
-    assert ladder.nbytes <= 40
-    assert [f.kind for f in ladder.frontiers if f.kind in ("block", "chunk")] != ["block", "chunk"]
-    ladder.thin(51, 10)
-    assert [f.kind for f in ladder.frontiers] == ["system"]
-    ladder.thin(51, 0)
-    assert ladder.frontiers == []
+        checkpoints.add(checkpoint(pos, kind), 51)
+    assert checkpoints.nbytes <= 40
+    assert [f.kind for f in checkpoints.kept if f.kind in ("block", "chunk")] != ["block", "chunk"]
+    checkpoints.thin(51, 10)
+    assert [f.kind for f in checkpoints.kept] == ["system"]
+    checkpoints.thin(51, 0)
+    assert checkpoints.kept == []
 
 
 def test_a_strong_mark_is_not_replaced_by_a_weak_one():
-    """A block mark on the system text's end must not make it evictable."""
-    ladder = Ladder(100)
-    ladder.add(mark(10, "system"), 10)
-    ladder.add(mark(10, "block"), 10)
-    assert [f.kind for f in ladder.frontiers] == ["system"]
+    """A block checkpoint on the system text's end must not make it evictable."""
+    checkpoints = Checkpoints(100)
+    checkpoints.add(checkpoint(10, "system"), 10)
+    checkpoints.add(checkpoint(10, "block"), 10)
+    assert [f.kind for f in checkpoints.kept] == ["system"]
 
 
 def test_marks_beyond_an_edit_are_forgotten():
-    """A mark keyed to tokens that were overwritten must not come back."""
-    ladder = Ladder(100, [mark(10), mark(20)])
-    ladder.drop_after(15)
-    assert [f.pos for f in ladder.frontiers] == [10]
+    """A checkpoint keyed to tokens that were overwritten must not come back."""
+    checkpoints = Checkpoints(100, [checkpoint(10), checkpoint(20)])
+    checkpoints.drop_after(15)
+    assert [f.pos for f in checkpoints.kept] == [10]

@@ -1,4 +1,4 @@
-"""The speculative loop from outside: streams that are left, moved, forked; marks; counters."""
+"""The speculative loop from outside: streams that are left, moved, forked; checkpoints; counters."""
 
 from functools import lru_cache
 
@@ -45,12 +45,12 @@ def drain(stream):
     [pytest.param(n, marks=pytest.mark.slow if n == "deepseek_v41" else ()) for n in FAMILIES],
 )
 def test_marks_of_plain_decoding_hold_the_state_of_their_position(name):
-    """Plain decoding runs one call ahead: a mark taken then held the state of the next token."""
+    """Plain decoding runs one call ahead: a checkpoint taken then held the state of the next token."""
     session = session_of(name, prompt(10), horizon_tokens=4)
     drain(session.stream(max_tokens=140))
-    marks = [f.pos for f in session._timeline.ladder.frontiers]
-    assert len(marks) >= 2 or session._timeline.can_cut
-    for pos in [*reversed(marks), *marks]:
+    checkpoints = [f.pos for f in session._timeline.checkpoints.kept]
+    assert len(checkpoints) >= 2 or session._timeline.can_cut
+    for pos in [*reversed(checkpoints), *checkpoints]:
         session.rewind(pos)
         check(model(name), session)
         twin = session.fork()
@@ -122,14 +122,14 @@ def test_an_error_while_a_block_is_remembered_undoes_the_block(place, monkeypatc
         raise MemoryError("planted")
 
     for _ in range(70):
-        before, record, row = session.tokens, session._timeline.record, session.logits
+        before, record, row = session.tokens, session._timeline.last_block, session.logits
         with monkeypatch.context() as patch:
             patch.setattr(f"ds4cli.horizon.Horizon.{place}", fail)
             try:
                 session.step(drafts=[1])
             except MemoryError:
                 break
-    assert (session.tokens, session._timeline.record) == (before, record)
+    assert (session.tokens, session._timeline.last_block) == (before, record)
     assert session.logits is row and not session._timeline.open_blocks
     for pos in (session.pos, session.pos - 3, session.pos - 1):
         session.rewind(pos)
@@ -170,7 +170,7 @@ def test_a_fork_samples_as_the_session_it_was_taken_from():
 def test_forks_of_forks_write_and_go_back(name):
     """deepseek_v32 replaces its keys after each call: its values were still shared, and written."""
     session = session_of(name, prompt(18))
-    session.mark("turn")
+    session.checkpoint("turn")
     forks = [session.fork(), session.fork().fork()]
     session.step()
     session.rewind(9)

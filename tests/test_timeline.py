@@ -1,4 +1,4 @@
-"""The timeline: transactions, the horizon, the ladder, counted calls, memory."""
+"""The timeline: transactions, the horizon, the checkpoints, counted calls, memory."""
 
 import gc
 import random
@@ -70,9 +70,9 @@ def test_an_interrupt_at_any_line_of_a_feed_leaves_the_block_undone(name):
     t = timeline(name)
     t.sync(prompt(20))
     lines = 0
-    for interrupted in interrupts(Timeline.feed, Timeline._forget_ahead):
+    for interrupted in interrupts(Timeline.feed, Timeline._forget_redo):
         twin = t.fork()
-        twin.mark("turn")
+        twin.checkpoint("turn")
         twin.rewind(12)  # so that there is something ahead to forget
         with interrupted:
             twin.feed([5, 6, 7])
@@ -152,7 +152,7 @@ def test_what_a_sync_read_last_is_a_record(name, horizon, chunk):
     t = timeline(name, horizon=horizon, chunk=chunk)
     t.sync(prompt(100))
     t.sync([*t.tokens, *prompt(70, seed=5)])
-    start, end = t.record
+    start, end = t.last_block
     assert start < end == 170
     assert not any(t.plan(pos).forwards for pos in range(start, end + 1))
     for pos in (start, end, (start + end) // 2, start + 1, end):
@@ -193,7 +193,7 @@ def test_the_record_of_a_replay_answers_for_every_position_of_it(name):
     for i in range(40):
         step(t, [i])
     t.rewind(22)
-    start, end = t.record
+    start, end = t.last_block
     for pos in range(max(start, 1), end + 1):
         assert t.plan(pos).forwards == 0
         t.rewind(pos)
@@ -222,7 +222,7 @@ def test_short_of_budget_rows_go_first_and_one_token_is_fed(name):
     [pytest.param(n, marks=pytest.mark.slow if n == "deepseek_v41" else ()) for n in HYBRIDS],
 )
 def test_going_back_far_costs_at_most_the_depth_plus_a_block(name):
-    """The ladder's promise, in counted tokens and in one batched call."""
+    """The checkpoints's promise, in counted tokens and in one batched call."""
     t = timeline(name, horizon=32, chunk=512)
     t.sync(prompt(8))
     rng = random.Random(3)
@@ -248,8 +248,8 @@ def test_marks_lie_inside_long_calls(name):
     t.sync(prompt(4))  # shows what a row costs
     whole = prompt(504)
     t.sync(whole)
-    marks = [f.pos for f in t.ladder.frontiers]
-    assert marks == [104, 232, 304, 432, 504]
+    checkpoints = [f.pos for f in t.checkpoints.kept]
+    assert checkpoints == [104, 232, 304, 432, 504]
     for pos in (503, 432, 400, 303, 232, 150):
         fed = t.counters.fed_tokens
         assert t.rewind(pos).replayed == t.counters.fed_tokens - fed <= 128
@@ -259,12 +259,12 @@ def test_marks_lie_inside_long_calls(name):
 
 
 def test_no_marks_inside_calls_that_they_would_not_pay_for():
-    """States, or a tape, that fill the budget push out the marks at turns."""
+    """States, or a tape, that fill the budget push out the checkpoints at turns."""
     t = timeline("qwen3_next", horizon=16, chunk=200)
     t.sync(prompt(4))
     t.horizon.budget_bytes = 100 * t.recorder.row_bytes
     t.sync(prompt(504))
-    assert [f.pos for f in t.ladder.frontiers] == [21, 221, 421, 504]
+    assert [f.pos for f in t.checkpoints.kept] == [21, 221, 421, 504]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
@@ -282,10 +282,10 @@ def test_rows_of_long_feeds_are_not_mistaken_for_each_other(name):
 
 
 def test_a_marked_turn_end_costs_nothing():
-    """Landing exactly on a mark needs no model call: it keeps its logits row."""
+    """Landing exactly on a checkpoint needs no model call: it keeps its logits row."""
     t = timeline("qwen3_next", horizon=16)
     t.sync(prompt(40))
-    t.mark("turn")
+    t.checkpoint("turn")
     for i in range(60):
         step(t, [i])
     report = t.rewind(40)
@@ -294,15 +294,15 @@ def test_a_marked_turn_end_costs_nothing():
 
 
 def test_a_loaded_timeline_knows_no_marks_of_a_text_that_is_gone():
-    """After going back and saving, a mark ahead served another text, without a model call."""
+    """After going back and saving, a checkpoint ahead served another text, without a model call."""
     t = timeline("lfm2", horizon=16)
     t.sync(prompt(40))
-    t.mark("turn")
-    marks = [vars(f) for f in t.ladder.frontiers]
+    t.checkpoint("turn")
+    checkpoints = [vars(f) for f in t.checkpoints.kept]
     t.rewind(37)
-    for frontiers in (t.state()["frontiers"], marks):  # of this version, and of earlier ones
+    for checkpoints in (t.state()["frontiers"], checkpoints):  # of this version, and of earlier ones
         loaded = Timeline(t.model, t.recorder, t.limits)
-        loaded.load_state({**t.state(), "frontiers": frontiers})
+        loaded.load_state({**t.state(), "frontiers": checkpoints})
         loaded.sync([*t.tokens, *prompt(60, seed=2)])
         loaded.rewind(40)
         check(loaded)
@@ -319,11 +319,11 @@ def test_an_exact_repeat_feeds_nothing():
 
 
 def test_plain_kv_keeps_no_marks():
-    """Where every layer cuts, a ladder would only cost memory."""
+    """Where every layer cuts, a checkpoints would only cost memory."""
     t = timeline("llama", horizon=16, chunk=8)
     t.sync(prompt(64))
-    t.mark("turn")
-    assert t.ladder.frontiers == []
+    t.checkpoint("turn")
+    assert t.checkpoints.kept == []
     assert t.rewind(5).source == "trim"
 
 
@@ -399,7 +399,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("interrupt"), st.integers(0, 3), st.integers(1, 5)),
     st.tuples(st.just("reset"), st.just(0), st.just(0)),
 )
-# What `drive` keeps within reach; what it writes beyond a mark in a detour.
+# What `drive` keeps within reach; what it writes beyond a checkpoint in a detour.
 HORIZON, OVERWRITTEN = 16, 30
 
 
@@ -423,7 +423,7 @@ class Driven:
         check(self.t)
 
     def rewind(self, depth):
-        self.went(self.t.rewind(max(1, self.t.pos + len(self.t.ahead) - depth)))
+        self.went(self.t.rewind(max(1, self.t.pos + len(self.t.redo_tokens) - depth)))
 
     def edit(self, depth, n):
         kept = max(0, self.t.pos - depth)
@@ -442,9 +442,9 @@ class Driven:
 
     def detour(self, n, back, kept=False):
         """Mark a place, go on, go back to a little before it, write another text over it, and go
-        to where the mark was."""
+        to where the checkpoint was."""
         marked = self.t.pos
-        self.t.mark("turn")
+        self.t.checkpoint("turn")
         self.step(n, n)
         self.rewind(n + back)
         if kept:
@@ -483,7 +483,7 @@ def drive(name, operations, seed):
 
 
 # Always include: accepted >= 2 then a one-token step; two rewinds in a row; a rewind over the wrap;
-# a mark whose text is overwritten, with a save in between or without.
+# a checkpoint whose text is overwritten, with a save in between or without.
 FIXED = [
     ("step", 5, 3),
     ("step", 1, 1),
@@ -508,7 +508,7 @@ FIXED = [
 
 @pytest.mark.parametrize("name", list(CFG))
 def test_the_sequences_that_broke_other_tools(name):
-    """Accepted >= 2 then a one-token step, rewinds in a row, a rewind across the wrap, a mark of a
+    """Accepted >= 2 then a one-token step, rewinds in a row, a rewind across the wrap, a checkpoint of a
     text that is gone."""
     pytest.importorskip(f"mlx_lm.models.{name.split(':')[0]}")
     sources = drive(name, FIXED, seed=1)

@@ -1,4 +1,4 @@
-"""Which prompts to answer one after the other, and where to leave marks. Pure: token ids in.
+"""Which prompts to answer one after the other, and where to leave checkpoints. Pure: token ids in.
 
 Moving a session from one prompt to the next costs what they do not have in common. In any
 depth-first order of the prompts' trie every shared prefix is read once.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ds4cli.rewind import common_prefix
 
-# A mark costs one more model call; it has to save at least this many tokens.
+# A checkpoint costs one more model call; it has to save at least this many tokens.
 WORTHWHILE_TOKENS = 16
 
 

@@ -1,7 +1,7 @@
 """Answers the items of a batch with one session, which goes from prompt to prompt.
 
 What two prompts have in common is not read again: the session goes back to where they part, by a
-cursor, or on hybrids and windows by a mark that was left there on the way.
+cursor, or on hybrids and windows by a checkpoint that was left there on the way.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Job:
 @dataclass(frozen=True)
 class Step:
     """A job in working order. shared: prompt tokens it has in common with the job before it;
-    marks: where later prompts branch off."""
+    checkpoints: where later prompts branch off."""
 
     job: Job
     shared: int = 0
-    marks: Sequence[int] = ()
+    checkpoints: Sequence[int] = ()
 
 
 class Planner:
@@ -212,12 +212,12 @@ class Runner:
     def _read(self, step: Step) -> None:
         """Bring the session to the end of the prompt."""
         prompt, session = step.job.prompt, self.session
-        report = session.sync(prompt, cancel=self.cancel, marks=step.marks)
+        report = session.sync(prompt, cancel=self.cancel, checkpoints=step.checkpoints)
         self.tally.read_tokens += report.prefilled + report.replayed
         if self.cancel():
             raise Interrupted("stopped")
         if step.job.item.n > 1:
-            session.mark("prompt")
+            session.checkpoint("prompt")
 
     def _complete(self, job: Job, settings: Settings) -> Completion:
         split, thinks = ReasoningSplitter(None, None), False

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SCENARIO_NAMES = ("rewind", "acceptance", "control", "agent", "edits", "memory")
 CUT_NOTE = (
     "Every layer of this model keeps every row: going back is a cut, at any depth, and a cut is "
-    "all there is. No tape and no ladder is kept for it."
+    "all there is. No tape and no checkpoints is kept for it."
 )
 
 

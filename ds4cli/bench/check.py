@@ -199,7 +199,7 @@ def row(exam: Examiner) -> Iterator[Finding]:
 
 
 def depth(exam: Examiner) -> Iterator[Finding]:
-    """Random places, back and forth, across windows and marks, are what a fresh session is."""
+    """Random places, back and forth, across windows and checkpoints, are what a fresh session is."""
     session = exam.session()
     exam.lab.decode(session, LENGTH)
     whole = session.tokens + exam.lab.text.take(ONWARD, at=exam.context)

@@ -2,7 +2,7 @@
 
 An adapter owns all access to one mlx-lm cache object of batch size 1. Two kinds of state come out
 of it: `hold()` is only good for undoing the model call that follows it and costs nothing;
-`frontier()` is self-contained and outlives any number of later writes beyond its position.
+`checkpoint()` is self-contained and outlives any number of later writes beyond its position.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class LayerAdapter:
         """Tokens consumed; None where the cache does not count them (recurrent layers)."""
         raise NotImplementedError
 
-    def reach(self) -> int:
+    def low(self) -> int:
         """Lowest absolute position that `seek` reaches from here."""
         raise NotImplementedError
 
-    def end(self) -> int:
+    def high(self) -> int:
         """Highest position that `seek` reaches: the last one written and not overwritten since."""
         raise NotImplementedError
 
     def seek(self, pos: int) -> None:
-        """Move to any position in [reach(), end()]; StateError, unchanged, outside of it."""
+        """Move to any position in [low(), high()]; StateError, unchanged, outside of it."""
         raise NotImplementedError
 
     def hold(self) -> Any:
@@ -46,7 +46,7 @@ class LayerAdapter:
         raise NotImplementedError
 
     def restore(self, state: Any) -> None:
-        """Undo what happened since `hold`: seeks, restored frontiers, failed model calls.
+        """Undo what happened since `hold`: seeks, restored checkpoints, failed model calls.
 
         After a model call the redo rows above the position may be gone. StateError, unchanged,
         where `held` is False.
@@ -57,20 +57,20 @@ class LayerAdapter:
         """Whether `restore(state)` is still exact."""
         return True
 
-    def frontier(self) -> Any:
+    def checkpoint(self) -> Any:
         """What brings the layer back to this position after any later writes beyond it."""
         raise NotImplementedError
 
-    def restore_frontier(self, state: Any, pos: int) -> None:
+    def restore_checkpoint(self, state: Any, pos: int) -> None:
         """Stand at `pos` again; StateError when `state` was taken elsewhere."""
         raise NotImplementedError
 
     def restores(self, state: Any) -> bool:
-        """Whether `restore_frontier(state)` is possible from here."""
+        """Whether `restore_checkpoint(state)` is possible from here."""
         return True
 
-    def frontier_arrays(self, state: Any) -> list[mx.array]:
-        """The arrays a frontier keeps alive: evaluate them with the step that made them."""
+    def checkpoint_arrays(self, state: Any) -> list[mx.array]:
+        """The arrays a checkpoint keeps alive: evaluate them with the step that made them."""
         return []
 
     def before_write(self, same_rows: bool = False) -> None:
@@ -134,16 +134,16 @@ class CursorAdapter(LayerAdapter):
     def pos(self) -> int:
         return self.cache.offset
 
-    def end(self) -> int:
+    def high(self) -> int:
         if self._sought and self._sought[0] == self.cache.offset:
             return self._sought[1]
         return self.cache.offset
 
-    def reach(self) -> int:
+    def low(self) -> int:
         return 0
 
     def seek(self, pos: int) -> None:
-        low, end = self.reach(), self.end()
+        low, end = self.low(), self.high()
         if not low <= pos <= end:
             raise StateError(
                 f"position `{pos}` is out of reach: a {self.kind} layer holds `{low}` to `{end}`"
@@ -180,11 +180,11 @@ class CursorAdapter(LayerAdapter):
     def _put_back(self, hold: Hold) -> None:
         raise NotImplementedError
 
-    def frontier(self) -> Any:
+    def checkpoint(self) -> Any:
         return self.cache.offset
 
-    def restore_frontier(self, state: Any, pos: int) -> None:
-        check_frontier(state, pos)
+    def restore_checkpoint(self, state: Any, pos: int) -> None:
+        check_checkpoint(state, pos)
         self.seek(pos)
 
     def fork(self) -> LayerAdapter:
@@ -219,7 +219,7 @@ class SharedRows(CursorAdapter):
     def before_write(self, same_rows: bool = False) -> None:
         pos, mine = self.cache.offset, self._buffers()
         sharers = [a for a in self._kin if a is not self and _share(a._buffers(), mine)]
-        if any(a.end() > pos for a in sharers):
+        if any(a.high() > pos for a in sharers):
             self._leave()
         for hold in self._holds:
             if _share(hold.rows, self._references()) and not same_rows:
@@ -227,7 +227,7 @@ class SharedRows(CursorAdapter):
 
     def _references(self) -> Any:
         # The objects, not aliases of them: an alias would make the next write copy the buffer.
-        # Growth, compaction and a restored frontier put another buffer in; this one stays intact.
+        # Growth, compaction and a restored checkpoint put another buffer in; this one stays intact.
         return self.cache.keys, self.cache.values
 
     def _put_back(self, hold: Hold) -> None:
@@ -252,7 +252,7 @@ class ReplacedRows(CursorAdapter):
 
     def __init__(self, cache: Any):
         super().__init__(cache)
-        self._whole: tuple = ()  # the fields at end(), for the redo
+        self._whole: tuple = ()  # the fields at high(), for the redo
 
     def _get(self) -> tuple:
         return tuple(getattr(self.cache, name) for name in self.fields)
@@ -289,7 +289,7 @@ class ReplacedRows(CursorAdapter):
         return twin
 
 
-def check_frontier(taken: int, pos: int) -> None:
-    """A frontier is only good for the exact number of tokens its state has consumed."""
+def check_checkpoint(taken: int, pos: int) -> None:
+    """A checkpoint is only good for the exact number of tokens its state has consumed."""
     if taken != pos:
-        raise StateError(f"a frontier taken at `{taken}` cannot restore position `{pos}`")
+        raise StateError(f"a checkpoint taken at `{taken}` cannot restore position `{pos}`")

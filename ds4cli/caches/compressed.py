@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models import deepseek_v41
 from mlx_lm.models.deepseek_v41 import Compressor, LayerCache
 
-from ds4cli.caches.adapter import ReplacedRows, check_frontier
+from ds4cli.caches.adapter import ReplacedRows, check_checkpoint
 from ds4cli.caches.plain import leaves
 from ds4cli.errors import StateError
 
@@ -87,7 +87,7 @@ class CompressedAdapter(ReplacedRows):
         "pending_gate",
     )
 
-    def reach(self) -> int:
+    def low(self) -> int:
         cache, pos = self.cache, self.cache.offset
         first = pos - rows(cache.window)
         whole_window = first + cache.context if first else 0
@@ -115,18 +115,18 @@ class CompressedAdapter(ReplacedRows):
         waiting = pos % self.cache.ratio
         return [last_rows(log, waiting) for log in logs]
 
-    def frontier(self) -> Any:
+    def checkpoint(self) -> Any:
         cache = self.cache
         window = last_rows(cache.window, cache.context)
         kept = (window, *self._open_group((cache.log_kv, cache.log_gate), cache.offset))
         return cache.offset, *(None if a is None else mx.contiguous(a) for a in kept)
 
-    def restore_frontier(self, state: Any, pos: int) -> None:
+    def restore_checkpoint(self, state: Any, pos: int) -> None:
         taken, window, kv, gate = state
-        check_frontier(taken, pos)
+        check_checkpoint(taken, pos)
         if not self.restores(state):
             raise StateError(f"position `{pos}` is past the compressed rows held")
-        if self.reach() <= pos:
+        if self.low() <= pos:
             self.seek(pos)
             return
         # Closed groups are append-only: their count brings them back.
@@ -135,9 +135,9 @@ class CompressedAdapter(ReplacedRows):
         self._set((window, *closed, kv, gate, kv, gate), pos)
 
     def restores(self, state: Any) -> bool:
-        return state[0] <= self.end()
+        return state[0] <= self.high()
 
-    def frontier_arrays(self, state: Any) -> list[mx.array]:
+    def checkpoint_arrays(self, state: Any) -> list[mx.array]:
         return leaves(state[1:])
 
     def arrays(self) -> list[mx.array]:

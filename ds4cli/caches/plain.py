@@ -43,7 +43,7 @@ class KeysAndValues:
 
 
 class KVAdapter(KeysAndValues, SharedRows):
-    """`KVCache`: rows behind the cursor are never rewritten, so a frontier is the integer.
+    """`KVCache`: rows behind the cursor are never rewritten, so a checkpoint is the integer.
 
     Never keep its arrays: a slice makes the next write copy the whole buffer, and a reference is
     written through.

@@ -23,13 +23,13 @@ class RecurrentAdapter(LayerAdapter):
     def pos(self) -> None:
         return None
 
-    def reach(self) -> int:
+    def low(self) -> int:
         raise StateError("a recurrent layer has no rows to seek in")
 
     end = reach
 
     def seek(self, pos: int) -> None:
-        self.reach()
+        self.low()
 
     def hold(self) -> Any:
         return list(self.cache.cache)
@@ -37,15 +37,15 @@ class RecurrentAdapter(LayerAdapter):
     def restore(self, state: Any) -> None:
         self.cache.cache = list(state)
 
-    def frontier(self) -> Any:
+    def checkpoint(self) -> Any:
         # A convolution tail is a few rows sliced from a whole prefill chunk. `contiguous` copies
         # where the buffer behind an array is much larger than the array, and only there.
         return [None if a is None else mx.contiguous(a) for a in self.cache.cache]
 
-    def restore_frontier(self, state: Any, pos: int) -> None:
+    def restore_checkpoint(self, state: Any, pos: int) -> None:
         self.cache.cache = list(state)
 
-    def frontier_arrays(self, state: Any) -> list[mx.array]:
+    def checkpoint_arrays(self, state: Any) -> list[mx.array]:
         return [a for a in state if a is not None]
 
     def fork(self) -> LayerAdapter:
@@ -55,7 +55,7 @@ class RecurrentAdapter(LayerAdapter):
         return twin
 
     def arrays(self) -> list[mx.array]:
-        return self.frontier_arrays(self.cache.cache)
+        return self.checkpoint_arrays(self.cache.cache)
 
     def state_dict(self) -> tuple[dict[str, mx.array], dict[str, Any]]:
         slots = self.cache.cache

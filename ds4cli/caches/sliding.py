@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
-from ds4cli.caches.adapter import Hold, SharedRows, check_frontier
+from ds4cli.caches.adapter import Hold, SharedRows, check_checkpoint
 from ds4cli.caches.plain import leaves
 
 
@@ -128,7 +128,7 @@ class WindowAdapter(SharedRows):
         """First row that the token at `pos` may attend to."""
         return max(pos - self.cache.context, 0)
 
-    def reach(self) -> int:
+    def low(self) -> int:
         # Before the first drop every position is whole; afterwards a full window must be held.
         return self.cache.start + self.cache.context if self.cache.start else 0
 
@@ -153,22 +153,22 @@ class WindowAdapter(SharedRows):
         self.cache.start, self.cache.offset = start, pos
         self._sought = None
 
-    def frontier(self) -> Any:
+    def checkpoint(self) -> Any:
         first = self._needs_from(self.cache.offset)
         rows = (None if a is None else mx.contiguous(a) for a in self._rows(first))
         return self.cache.offset, first, *rows
 
-    def restore_frontier(self, state: Any, pos: int) -> None:
+    def restore_checkpoint(self, state: Any, pos: int) -> None:
         taken, first, keys, values = state
-        check_frontier(taken, pos)
-        if self.reach() <= pos <= self.end():
+        check_checkpoint(taken, pos)
+        if self.low() <= pos <= self.high():
             self.seek(pos)  # the same rows, and more of them below
         else:
-            # Aliases: the frontier serves again, so it must not be written into.
+            # Aliases: the checkpoint serves again, so it must not be written into.
             lent = (None if a is None else mx.array(a) for a in (keys, values))
             self._adopt(*lent, first, pos)
 
-    def frontier_arrays(self, state: Any) -> list[mx.array]:
+    def checkpoint_arrays(self, state: Any) -> list[mx.array]:
         return leaves(state[2:])
 
     def arrays(self) -> list[mx.array]:
@@ -199,7 +199,7 @@ class ChunkedAdapter(WindowAdapter):
     def _needs_from(self, pos: int) -> int:
         return pos - pos % self.cache.chunk_size
 
-    def reach(self) -> int:
+    def low(self) -> int:
         # Below the next chunk boundary, part of the chunk is gone.
         size = self.cache.chunk_size
         return -(-self.cache.start // size) * size

@@ -120,10 +120,10 @@ class Conversation:
         self.session.stats.cached_tokens = len(tokens) - report.replayed - report.prefilled
         return report
 
-    def _read(self, tokens: Sequence[int], mark: str, watch: Watch) -> RewindReport:
+    def _read(self, tokens: Sequence[int], checkpoint: str, watch: Watch) -> RewindReport:
         report = self.session.sync(tokens, cancel=watch.cancel, progress=watch.progress)
         if self.session.pos == len(tokens):
-            self.session.mark(mark)
+            self.session.checkpoint(checkpoint)
         return report
 
     def _lacks_head(self, line: Line) -> bool:
@@ -145,7 +145,7 @@ class Conversation:
         self._sync(line, watch)
         if self.session.pos < len(line.tokens):
             return False
-        self.session.mark("prompt")
+        self.session.checkpoint("prompt")
         self._before = self.transcript.copy()
         self.transcript.go_back(after)
         self.transcript.say(line)
@@ -403,7 +403,7 @@ class _Reply:
             return  # nothing was written: the message stands without a reply
         turn = replace(self._end, content=self._answer, tokens=tokens)
         owner.keep_guard(turn, self._guard)
-        owner.session.mark("turn")
+        owner.session.checkpoint("turn")
         owner.transcript.say(self._line.plus(turn))
         owner.record()
 

@@ -7,7 +7,7 @@ still turn out to be the beginning of a marker is held back, from the beginning 
 The loop's part, per committed token (and for a stop token, before finishing):
 
     step = guard.feed(pos, token, text)
-    "open"     a call has begun at step.opened (a place worth a frontier)
+    "open"     a call has begun at step.opened (a place worth a checkpoint)
     "left"     the token at step.bad_pos leaves the grammar; the guard stands before it: rewind the
                session to bad_pos, pick from the kept row with `guard.allowed(vocab)` as mask,
                feed that token instead

@@ -45,11 +45,11 @@ def _in_context(lab: Lab, context: int) -> Iterator[Row]:
 
 
 def _conversation(lab: Lab, ends: list[int]) -> Session:
-    """Turn by turn, marked as a chat marks them."""
+    """Turn by turn, with a chat's checkpoints."""
     session = lab.session()
     for (role, _), end in zip(TURNS, ends, strict=True):
         session.sync(lab.text.take(end))
-        session.mark("system" if role == "system" else "turn")
+        session.checkpoint("system" if role == "system" else "turn")
     return session
 
 

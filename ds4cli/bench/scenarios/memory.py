@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def memory(lab: Lab) -> Iterator[Row]:
-    """Bytes of record, horizon and ladder after a prompt and a reply; Python's own share; and the
+    """Bytes of record, horizon and checkpoints after a prompt and a reply; Python's own share; and the
     peak over the same work without any of it."""
     for context in lab.contexts(lab.matrix.generate):
         yield from _in_context(lab, context)
