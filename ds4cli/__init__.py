@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from ds4cli.backend import blas, precision
+
+# Here, because every import of a part of this package passes here before it can import mlx.
+blas.preload()
+precision.keep_float32()
+
 __version__ = "0.1.0"
 
-_HOMES = {"Engine": "engine", "Session": "session", "Settings": "settings"}
+_HOMES = {"Engine": "engine.engine", "Session": "engine.session", "Settings": "settings"}
 __all__ = ["Engine", "Session", "Settings", "__version__"]
 
 

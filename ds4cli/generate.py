@@ -13,16 +13,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ds4cli import blas, precision, reasoning, terminal
+from ds4cli import terminal
+from ds4cli.backend import blas, precision
 from ds4cli.errors import ModelError, UsageError
-from ds4cli.reasoning import ReasoningSplitter, markers
 from ds4cli.settings import Settings
+from ds4cli.text import reasoning
+from ds4cli.text.reasoning import ReasoningSplitter, markers
 
 if TYPE_CHECKING:
-    from ds4cli.engine import Engine
-    from ds4cli.session import Session
+    from ds4cli.engine.engine import Engine
+    from ds4cli.engine.session import Session
+    from ds4cli.text.tokenizer import Vocabulary
     from ds4cli.tools import Guard, ParsedCall, Tool
-    from ds4cli.vocabulary import Vocabulary
 
 BUILTIN_NOTE = "built-in demo model; -m takes a folder or a hub id"
 NO_BACKEND_HINT = 'on Linux install one: `pip install "ds4cli[cpu]"`, or `ds4cli[cuda13]`'
@@ -197,7 +199,7 @@ def _engine_class() -> type[Engine]:
 
 
 def _import_engine() -> type[Engine]:
-    from ds4cli.engine import Engine
+    from ds4cli.engine.engine import Engine
 
     return Engine
 
@@ -348,7 +350,7 @@ def report(engine: Engine, session: Session, completion: Completion) -> dict[str
             "count": stats.rewinds,
             "discarded_tokens": stats.discarded_tokens,
             "replayed_tokens": stats.replayed_tokens,
-            "tape_bytes": kept["horizon"] + kept["ladder"],
+            "tape_bytes": kept["horizon"] + kept["checkpoints"],
         },
         "seed": settings.seed,
         "settings": asdict(settings),

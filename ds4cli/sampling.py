@@ -14,8 +14,8 @@ import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from ds4cli.errors import ModelError, UsageError
-from ds4cli.rewind import common_prefix
 from ds4cli.settings import Settings
+from ds4cli.tokens import common_prefix
 
 _MASK64 = (1 << 64) - 1
 

@@ -21,7 +21,7 @@ from rich.console import Console
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from ds4cli.session import Stats
+    from ds4cli.engine.session import Stats
 
 out = Console(highlight=False, emoji=False)
 err = Console(stderr=True, highlight=False, emoji=False)

@@ -9,12 +9,9 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from ds4cli import blas, precision
+import pytest
 
-blas.preload()
-precision.keep_float32()
-
-import pytest  # noqa: E402
+import ds4cli  # noqa: F401 - chooses the BLAS
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,7 @@ class Letters:
 
 def engine(name: str, *, model=None, draft=None, eos: Sequence[int] = (), **settings):
     """An engine over a tiny random model."""
-    from ds4cli.engine import Engine
+    from ds4cli.engine.engine import Engine
     from ds4cli.settings import Settings
 
     if draft is not None:

@@ -9,9 +9,9 @@ from folder import SPECIALS, VOCAB_SIZE, byte_tokenizer
 from ds4cli.chat import Request
 from ds4cli.chat.console import Chat
 from ds4cli.chat.conversation import Watch
-from ds4cli.engine import Engine
+from ds4cli.chat.transcript import Turn
+from ds4cli.engine.engine import Engine
 from ds4cli.settings import Settings
-from ds4cli.transcript import Turn
 
 # Letters, space and the end of turn: a random model then writes text that can be edited.
 _LETTERS = [byte_tokenizer().token_to_id(c) for c in "abcdefghijklmnopqrstuvwxyzĠ"]

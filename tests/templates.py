@@ -11,7 +11,7 @@ from functools import cache
 
 import jinja2
 
-from ds4cli.dialogue import ChatTemplate
+from ds4cli.text.chat_template import ChatTemplate
 
 SPECIALS = (
     "<|im_start|>",

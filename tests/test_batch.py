@@ -11,18 +11,11 @@ from pathlib import Path
 import pytest
 
 from ds4cli.batch import grouping, lines, replies
-from ds4cli.batch.requests import (
-    Names,
-    Warnings,
-    as_messages,
-    derived_seed,
-    is_blank,
-    parse,
-)
+from ds4cli.batch.requests import Names, Warnings, as_messages, derived_seed, is_blank, parse
 from ds4cli.batch.results import FileResults, StreamResults
 from ds4cli.errors import DS4Error, UsageError
-from ds4cli.rewind import common_prefix
 from ds4cli.settings import Settings
+from ds4cli.tokens import common_prefix
 
 
 def line(**fields) -> bytes:

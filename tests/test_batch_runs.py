@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from ds4cli import batch, generate, terminal
 from ds4cli.batch.requests import derived_seed
 from ds4cli.cli import app
-from ds4cli.engine import Engine
+from ds4cli.engine.engine import Engine
 from ds4cli.settings import Settings
 
 FAMILIES = ("llama", "qwen3_next", "gemma3_text")

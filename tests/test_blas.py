@@ -14,7 +14,7 @@ linux_only = pytest.mark.skipif(
 
 # Prints the chosen BLAS, whether it is mapped, and a product.
 PRODUCT = """
-from ds4cli import blas
+from ds4cli.backend import blas
 chosen = blas.preload()
 import mlx.core as mx
 mx.set_default_device(mx.cpu)
@@ -52,13 +52,14 @@ def test_a_bad_path_never_fails():
 
 
 @linux_only
-def test_the_public_import_preloads():
-    """Guards: scripts that import `Engine` get the slow BLAS."""
-    first = run("from ds4cli import blas; blas.preload(); print(blas.name())")
-    assert run("from ds4cli import Engine, blas; print(blas.name())") == first
+def test_every_import_preloads():
+    """Guards: scripts that import only a part of the package get the slow BLAS."""
+    first = run("from ds4cli.backend import blas; print(blas.name())")
+    for module in ("ds4cli.caches", "ds4cli.tape", "ds4cli.drafters.ngram"):
+        assert run(f"import {module}; from ds4cli.backend import blas; print(blas.name())") == first
 
 
 @linux_only
 def test_it_is_too_late_after_mlx():
     """Guards: a report names a BLAS that MLX, loaded before it, does not use."""
-    assert run("import mlx.core; from ds4cli import blas; print(blas.preload())") == "None"
+    assert run("import mlx.core; from ds4cli.backend import blas; print(blas.preload())") == "None"

@@ -24,7 +24,7 @@ from tiny import CFG, V, build
 
 from ds4cli.caches import UnsupportedCache, adapt, build_caches, check_kv_bits, check_kv_group, nest
 from ds4cli.caches.sliding import SlackChunkedKVCache, SlidingKVCache
-from ds4cli.engine import Engine
+from ds4cli.engine.engine import Engine
 from ds4cli.errors import StateError, UsageError
 
 WINDOW = 8  # of every tiny model with a window or chunks
@@ -214,13 +214,13 @@ class Rig:
         self.kept[len(self.tokens)] = [a.checkpoint() for a in self.recurrent]
         return new
 
-    def low(self) -> range:
+    def reach(self) -> range:
         """Positions that every seekable layer says it reaches."""
         low = max((a.low() for a in self.seekable), default=0)
         return range(low, min([len(self.known), *(a.high() for a in self.seekable)]) + 1)
 
     def targets(self) -> list[int]:
-        return [p for p in self.low() if not self.recurrent or p in self.kept]
+        return [p for p in self.reach() if not self.recurrent or p in self.kept]
 
     def seek(self, pos: int) -> None:
         for a in self.seekable:
@@ -316,7 +316,7 @@ def test_one_position_below_the_reach_is_refused_and_would_be_wrong(name):
     rig.feed(20)
     for _ in range(25):
         rig.feed(1)
-    known, low = rig.tokens, rig.low().start
+    known, low = rig.tokens, rig.reach().start
     assert 0 < low <= len(known) - 3
     with pytest.raises(StateError, match="out of reach"):
         rig.seek(low - 1)
@@ -345,11 +345,11 @@ def test_the_reach_never_shrinks_below_the_slack(name):
             if choice < 0.6:
                 rig.feed(rig.rng.choice([1, 1, 1, 5, 17]))
             elif choice < 0.8:
-                rig.seek(rig.rng.choice(rig.low()))
+                rig.seek(rig.rng.choice(rig.reach()))
             else:
                 abort(rig, layer=rig.rng.randrange(4), n=rig.rng.choice([1, 9, 30]))
             top = max(top, len(rig.tokens))
-            assert rig.low().start <= max(0, top - slack)
+            assert rig.reach().start <= max(0, top - slack)
         rig.check()
 
 
@@ -403,13 +403,13 @@ def test_a_hold_undoes_seeks_and_restored_checkpoints_with_the_redo(name):
         rig.feed(1)
     known = rig.tokens
     rig.seek(rig.targets()[-3])
-    here, end = rig.tokens, rig.low().stop
+    here, end = rig.tokens, rig.reach().stop
     holds = [a.hold() for a in rig.adapters]
     rig.restore_checkpoint(early, first)
     for a, hold in zip(rig.adapters, holds, strict=True):
         a.restore(hold)
     rig.tokens, rig.known = here, known
-    assert rig.low().stop == end
+    assert rig.reach().stop == end
     rig.check()
 
 
@@ -542,7 +542,7 @@ def test_a_hold_or_a_checkpoint_makes_no_write_copy():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_checkpoint_outlives_everything_written_after_it(name):
-    """Growth, compaction, other tokens and its own use must not change what a checkpoint restores."""
+    """Growth, compaction, other tokens and its own use must not change what it restores."""
     rig = Rig(name, slack=4, step=3)
     checkpoints = []
     for n in (3, 6, 1, 9):
@@ -630,7 +630,7 @@ def test_saved_layers_go_on_and_still_go_back(name, tmp_path):
     other.tokens = other.known = rig.tokens
     other.kept = {p: s for p, s in rig.kept.items() if p <= len(rig.tokens)}
     other.check()
-    assert other.low().start <= len(other.tokens) - 6 or other.low().start == 0
+    assert other.reach().start <= len(other.tokens) - 6 or other.reach().start == 0
     other.seek(other.targets()[0])
     other.check()
     other.feed(3)

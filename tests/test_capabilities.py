@@ -41,7 +41,7 @@ def test_every_layer_kind_is_named_with_its_cost():
 
 def test_a_refused_replay_is_admitted(monkeypatch):
     """A replay that differs from the model is not promised, and a notice says by how much."""
-    monkeypatch.setattr("ds4cli.engine.self_check", lambda *args: 3.5)
+    monkeypatch.setattr("ds4cli.engine.engine.self_check", lambda *args: 3.5)
     eng = engine("qwen3_next")
     assert "fed again (replay is refused" in str(eng.capabilities)
     assert eng.capabilities.max_rollback == 0

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from talk import check, check_replies, check_reply
 
 from ds4cli import chat as chat_module
-from ds4cli import journal
-from ds4cli.chat import Request, commands, editor, prompt, shelf
+from ds4cli.chat import Request, commands, editor, journal, prompt, shelf
 from ds4cli.chat.markdown import BlockScanner, rows_of
+from ds4cli.chat.transcript import Turn
 from ds4cli.errors import UsageError
-from ds4cli.rewind import common_prefix
+from ds4cli.tokens import common_prefix
 from ds4cli.tools import Tool
 from ds4cli.tools.formats import FORMATS
-from ds4cli.transcript import Turn
 
 
 @pytest.fixture(scope="module")

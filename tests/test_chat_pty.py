@@ -17,7 +17,7 @@ import pytest
 import talk
 from folder import save_folder
 
-from ds4cli import journal
+from ds4cli.chat import journal
 
 READY = "\x1b[?2004h"  # the prompt asks the terminal for bracketed paste
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[a-zA-Z]|\][^\x07]*\x07|[=>])")

@@ -5,8 +5,8 @@ from oracle import engine, plain, prompt
 from tiny import build
 
 from ds4cli.drafters.costs import SIZES, CallCosts, DraftTimes, PriceList, measure
-from ds4cli.reply import Regions
-from ds4cli.session import Session
+from ds4cli.engine.reply import Regions
+from ds4cli.engine.session import Session
 
 LIST = {0: 0.01, 1: 0.012, 2: 0.015, 4: 0.02, 8: 0.02, 16: 0.03, 32: 0.05}
 

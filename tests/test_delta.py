@@ -8,7 +8,7 @@ import tiny
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.gated_delta import gated_delta_ops
 
-from ds4cli import delta
+from ds4cli.hooks import delta
 
 pytestmark = pytest.mark.filterwarnings("error")
 

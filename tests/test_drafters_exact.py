@@ -19,7 +19,7 @@ from ds4cli.drafters import Drafter, block_config, dflash, dspark, mtp
 from ds4cli.drafters.checkpoint import Head
 from ds4cli.drafters.registry import named
 from ds4cli.drafters.target import Target
-from ds4cli.engine import Engine
+from ds4cli.engine.engine import Engine
 from ds4cli.sampling import Sampler
 from ds4cli.settings import Settings
 

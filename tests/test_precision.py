@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ds4cli import precision
+from ds4cli.backend import precision
 
 
 def test_importing_the_engine_turns_tf32_off():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds4cli.reasoning import HARMONY, ReasoningSplitter, markers
+from ds4cli.text.reasoning import HARMONY, ReasoningSplitter, markers
 
 
 def split(pieces, inside=False, start="<think>", end="</think>"):

@@ -4,7 +4,9 @@ import random
 
 import pytest
 
-from ds4cli.rewind import Checkpoint, Checkpoints, Reach, call_sizes, common_prefix, plan
+from ds4cli.rewind.checkpoints import Checkpoint, Checkpoints
+from ds4cli.rewind.plan import Reach, call_sizes, plan
+from ds4cli.tokens import common_prefix
 
 
 def checkpoint(pos, kind="block", nbytes=10, logits="row"):
@@ -13,7 +15,7 @@ def checkpoint(pos, kind="block", nbytes=10, logits="row"):
 
 def reach(pos=100, low=60, rows=None, last_block=(95, 100), can_cut=False, checkpoints=()):
     rows = range(low, pos + 1) if rows is None else rows
-    return Reach(pos, low, pos, rows, record, can_cut, checkpoints)
+    return Reach(pos, low, pos, rows, last_block, can_cut, checkpoints)
 
 
 def planned(pos, where, chunk=512, last=512, **options):
@@ -34,7 +36,7 @@ def test_inside_the_horizon_costs_no_call():
 
 
 def test_a_dropped_row_costs_one_token():
-    """Without its logits row a position is reached from one token before, not from a mark."""
+    """Without its logits row a position is reached from one token before, not from a checkpoint."""
     p = planned(70, reach(rows=range(90, 101), checkpoints=[checkpoint(60)]))
     assert (p.source, p.base, p.replay, p.forwards) == ("horizon", 69, 1, 1)
 

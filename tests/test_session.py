@@ -1,4 +1,4 @@
-"""The speculative loop from outside: streams that are left, moved, forked; checkpoints; counters."""
+"""The speculative loop from outside: streams left, moved, forked; checkpoints; counters."""
 
 from functools import lru_cache
 
@@ -45,7 +45,7 @@ def drain(stream):
     [pytest.param(n, marks=pytest.mark.slow if n == "deepseek_v41" else ()) for n in FAMILIES],
 )
 def test_marks_of_plain_decoding_hold_the_state_of_their_position(name):
-    """Plain decoding runs one call ahead: a checkpoint taken then held the state of the next token."""
+    """Plain decoding runs one call ahead: a checkpoint then held the state of the next token."""
     session = session_of(name, prompt(10), horizon_tokens=4)
     drain(session.stream(max_tokens=140))
     checkpoints = [f.pos for f in session._timeline.checkpoints.kept]
@@ -124,7 +124,7 @@ def test_an_error_while_a_block_is_remembered_undoes_the_block(place, monkeypatc
     for _ in range(70):
         before, record, row = session.tokens, session._timeline.last_block, session.logits
         with monkeypatch.context() as patch:
-            patch.setattr(f"ds4cli.horizon.Horizon.{place}", fail)
+            patch.setattr(f"ds4cli.rewind.horizon.Horizon.{place}", fail)
             try:
                 session.step(drafts=[1])
             except MemoryError:

@@ -9,7 +9,7 @@ from oracle import engine, prompt
 from tiny import build
 
 from ds4cli.errors import StateError
-from ds4cli.storage import FORMAT
+from ds4cli.rewind.storage import FORMAT
 
 
 @lru_cache

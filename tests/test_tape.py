@@ -13,8 +13,8 @@ import pytest
 import tiny
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
-from ds4cli import delta
 from ds4cli.errors import ModelError
+from ds4cli.hooks import delta
 from ds4cli.tape import Recorder, Tape, arrays_caches, self_check
 
 RECURRENT = [

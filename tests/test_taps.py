@@ -9,7 +9,7 @@ import tiny
 from ds4cli.caches import build_caches
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError
-from ds4cli.taps import Taps
+from ds4cli.hooks.taps import Taps
 
 
 def call(model, ids, taps):

@@ -4,8 +4,9 @@ import random
 
 import pytest
 
-from ds4cli.reply import Reply
-from ds4cli.text import Detokenizer, StopScanner
+from ds4cli.engine.reply import Reply
+from ds4cli.text.detokenizer import Detokenizer
+from ds4cli.text.stops import StopScanner
 
 
 def decode(ids):

@@ -12,8 +12,8 @@ from oracle import FAMILIES, assert_fresh, failing_layer, interrupts, prompt
 from tiny import CFG, V, build
 
 from ds4cli.caches import adapt, build_caches
+from ds4cli.rewind.timeline import Limits, Timeline
 from ds4cli.tape import Recorder
-from ds4cli.timeline import Limits, Timeline
 
 HYBRIDS = tuple(n for n in FAMILIES if n not in ("llama", "gemma3_text", "gpt_oss"))
 
@@ -202,7 +202,7 @@ def test_the_record_of_a_replay_answers_for_every_position_of_it(name):
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_short_of_budget_rows_go_first_and_one_token_is_fed(name):
-    """Without its logits row a position costs one fed token, not a replay from a mark."""
+    """Without its logits row a position costs one fed token, not a replay from a checkpoint."""
     t = timeline(name, horizon=30)
     t.sync(prompt(12))
     for i in range(40):
@@ -222,7 +222,7 @@ def test_short_of_budget_rows_go_first_and_one_token_is_fed(name):
     [pytest.param(n, marks=pytest.mark.slow if n == "deepseek_v41" else ()) for n in HYBRIDS],
 )
 def test_going_back_far_costs_at_most_the_depth_plus_a_block(name):
-    """The checkpoints's promise, in counted tokens and in one batched call."""
+    """The promise of checkpoints, in counted tokens and in one batched call."""
     t = timeline(name, horizon=32, chunk=512)
     t.sync(prompt(8))
     rng = random.Random(3)
@@ -293,14 +293,14 @@ def test_a_marked_turn_end_costs_nothing():
     check(t)
 
 
-def test_a_loaded_timeline_knows_no_marks_of_a_text_that_is_gone():
+def test_a_loaded_timeline_knows_no_checkpoints_of_a_text_that_is_gone():
     """After going back and saving, a checkpoint ahead served another text, without a model call."""
     t = timeline("lfm2", horizon=16)
     t.sync(prompt(40))
     t.checkpoint("turn")
-    checkpoints = [vars(f) for f in t.checkpoints.kept]
+    earlier = [vars(f) for f in t.checkpoints.kept]
     t.rewind(37)
-    for checkpoints in (t.state()["frontiers"], checkpoints):  # of this version, and of earlier ones
+    for checkpoints in (t.state()["frontiers"], earlier):  # of this version, of earlier ones
         loaded = Timeline(t.model, t.recorder, t.limits)
         loaded.load_state({**t.state(), "frontiers": checkpoints})
         loaded.sync([*t.tokens, *prompt(60, seed=2)])
@@ -319,7 +319,7 @@ def test_an_exact_repeat_feeds_nothing():
 
 
 def test_plain_kv_keeps_no_marks():
-    """Where every layer cuts, a checkpoints would only cost memory."""
+    """Where every layer cuts, checkpoints would only cost memory."""
     t = timeline("llama", horizon=16, chunk=8)
     t.sync(prompt(64))
     t.checkpoint("turn")
@@ -508,8 +508,8 @@ FIXED = [
 
 @pytest.mark.parametrize("name", list(CFG))
 def test_the_sequences_that_broke_other_tools(name):
-    """Accepted >= 2 then a one-token step, rewinds in a row, a rewind across the wrap, a checkpoint of a
-    text that is gone."""
+    """Accepted >= 2 then a one-token step, rewinds in a row, a rewind across the wrap, a checkpoint
+    of a text that is gone."""
     pytest.importorskip(f"mlx_lm.models.{name.split(':')[0]}")
     sources = drive(name, FIXED, seed=1)
     far = "trim" if timeline(name).can_cut else "frontier"

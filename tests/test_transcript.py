@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from templates import ENDS, SOURCES, decode, encode, template
 
-from ds4cli import journal
-from ds4cli.dialogue import edit_tokens
+from ds4cli.chat import journal
+from ds4cli.chat.journal import Journal
+from ds4cli.chat.transcript import Line, Scribe, Transcript, Turn
 from ds4cli.errors import StateError, UsageError
-from ds4cli.journal import Journal
-from ds4cli.rewind import common_prefix
-from ds4cli.transcript import Line, Scribe, Transcript, Turn
+from ds4cli.text.editing import edit_tokens
+from ds4cli.tokens import common_prefix
 
 ALL = sorted(SOURCES)
 

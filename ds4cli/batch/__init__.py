@@ -28,7 +28,7 @@ from ds4cli.errors import Interrupted, UsageError
 from ds4cli.settings import Settings
 
 if TYPE_CHECKING:
-    from ds4cli.engine import Engine
+    from ds4cli.engine.engine import Engine
     from ds4cli.tools import Tool
 
 RESUME_HINT = "go on with the same command and `--resume`"

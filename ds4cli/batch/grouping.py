@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ds4cli.rewind import common_prefix
+from ds4cli.tokens import common_prefix
 
 # A checkpoint costs one more model call; it has to save at least this many tokens.
 WORTHWHILE_TOKENS = 16
@@ -65,7 +65,7 @@ def shared_lengths(prompts: Sequence[Sequence[int]], before: Sequence[int]) -> l
 
 
 def branch_points(shared: Sequence[int], index: int) -> list[int]:
-    """Positions in prompt `index` where later prompts branch off, those worth a mark.
+    """Positions in prompt `index` where later prompts branch off, those worth a checkpoint.
 
     shared: what each prompt shares with the previous one. The place where this prompt itself
     branched off counts once: others that are not known yet often do the same.

@@ -18,14 +18,14 @@ from ds4cli.batch.progress import BatchProgress, Tally
 from ds4cli.batch.requests import Item, as_messages
 from ds4cli.batch.results import Results
 from ds4cli.errors import DS4Error, Interrupted, UsageError
-from ds4cli.reasoning import ReasoningSplitter
+from ds4cli.text.reasoning import ReasoningSplitter
 
 if TYPE_CHECKING:
-    from ds4cli.engine import Engine
+    from ds4cli.engine.engine import Engine
     from ds4cli.generate import Completion
     from ds4cli.settings import Settings
+    from ds4cli.text.tokenizer import Vocabulary
     from ds4cli.tools import Guard, Tool
-    from ds4cli.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ds4cli.settings import OPTIONS, SAMPLING, SPECULATION, Settings
 if TYPE_CHECKING:
     from ds4cli.bench.check import Finding
     from ds4cli.bench.lab import Lab
-    from ds4cli.engine import Engine
+    from ds4cli.engine.engine import Engine
 
 SCENARIO_NAMES = ("rewind", "acceptance", "control", "agent", "edits", "memory")
 CUT_NOTE = (

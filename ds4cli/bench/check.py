@@ -18,11 +18,11 @@ import mlx.core as mx
 
 from ds4cli.bench.lab import HALF_PRECISION_MARGIN, Lab, gap
 from ds4cli.bench.reference import Reference
-from ds4cli.engine import Engine
+from ds4cli.engine.engine import Engine
+from ds4cli.engine.session import Session
 from ds4cli.errors import UsageError
-from ds4cli.rewind import call_sizes
+from ds4cli.rewind.plan import call_sizes
 from ds4cli.sampling import Sampler
-from ds4cli.session import Session
 
 EXACT_LIMIT = 2e-5
 # Where a model's own rounding is larger, as between long and short calls of the stock model.
@@ -199,7 +199,7 @@ def row(exam: Examiner) -> Iterator[Finding]:
 
 
 def depth(exam: Examiner) -> Iterator[Finding]:
-    """Random places, back and forth, across windows and checkpoints, are what a fresh session is."""
+    """Random places, across windows and checkpoints, are what a fresh session is."""
     session = exam.session()
     exam.lab.decode(session, LENGTH)
     whole = session.tokens + exam.lab.text.take(ONWARD, at=exam.context)

@@ -18,9 +18,9 @@ from mlx.utils import tree_flatten
 from ds4cli.bench.corpus import Corpus
 from ds4cli.bench.matrix import Matrix
 from ds4cli.bench.measure import Sample
-from ds4cli.engine import Engine
+from ds4cli.engine.engine import Engine
+from ds4cli.engine.session import Session
 from ds4cli.errors import UsageError
-from ds4cli.session import Session
 
 # How far below the best a token may be where rounding decides, as a share of the largest logit.
 HALF_PRECISION_MARGIN = 1 / 32

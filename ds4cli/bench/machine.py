@@ -9,10 +9,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds4cli import __version__, blas
+from ds4cli import __version__
+from ds4cli.backend import blas
 
 if TYPE_CHECKING:
-    from ds4cli.engine import Engine
+    from ds4cli.engine.engine import Engine
 
 BUSY_LOAD = 0.5  # other programs' load, per core, before anything was measured
 LOW_MEMORY = 0.1  # share of the memory that should be free

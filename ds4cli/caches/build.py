@@ -20,12 +20,7 @@ from mlx_lm.models.cache import (
 from ds4cli.caches.adapter import LayerAdapter
 from ds4cli.caches.plain import ConcatenateAdapter, KVAdapter, QuantizedAdapter
 from ds4cli.caches.recurrent import RecurrentAdapter
-from ds4cli.caches.sliding import (
-    ChunkedAdapter,
-    SlackChunkedKVCache,
-    SlidingKVCache,
-    WindowAdapter,
-)
+from ds4cli.caches.sliding import ChunkedAdapter, SlackChunkedKVCache, SlidingKVCache, WindowAdapter
 from ds4cli.errors import ModelError, UsageError
 
 # Exact classes: a subclass may keep its rows in another way, and a wrong guess corrupts silently.

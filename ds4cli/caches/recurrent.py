@@ -26,7 +26,7 @@ class RecurrentAdapter(LayerAdapter):
     def low(self) -> int:
         raise StateError("a recurrent layer has no rows to seek in")
 
-    end = reach
+    high = low
 
     def seek(self, pos: int) -> None:
         self.low()

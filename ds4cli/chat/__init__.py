@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds4cli import journal, terminal
-from ds4cli.chat import shelf
+from ds4cli import terminal
+from ds4cli.chat import journal, shelf
 from ds4cli.errors import UsageError
 from ds4cli.settings import Settings, nearest
 
 if TYPE_CHECKING:
-    from ds4cli.engine import Engine
+    from ds4cli.engine.engine import Engine
     from ds4cli.tools import Tool
 
 

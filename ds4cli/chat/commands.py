@@ -15,9 +15,9 @@ from rich.text import Text
 
 from ds4cli import settings, terminal
 from ds4cli.chat import editor, shelf
+from ds4cli.chat.transcript import Line, Turn
 from ds4cli.errors import UsageError
 from ds4cli.settings import OPTIONS, SAMPLING
-from ds4cli.transcript import Line, Turn
 
 if TYPE_CHECKING:
     from ds4cli.chat.console import Chat

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from ds4cli import terminal
 from ds4cli.chat import Request, commands, prompt, shelf
 from ds4cli.chat.conversation import Conversation, Watch
+from ds4cli.chat.transcript import Line, Turn
 from ds4cli.errors import DS4Error, UsageError
-from ds4cli.rewind import RewindReport
+from ds4cli.rewind.plan import RewindReport
 from ds4cli.settings import Settings
-from ds4cli.transcript import Line, Turn
 
 if TYPE_CHECKING:
-    from ds4cli.engine import Engine
+    from ds4cli.engine.engine import Engine
     from ds4cli.tools import Tool, ToolRun
 
 HINT = "/help lists commands; Ctrl-D leaves"

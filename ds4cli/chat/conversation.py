@@ -15,18 +15,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds4cli import __version__, journal
-from ds4cli.dialogue import ChatTemplate, Message
+from ds4cli import __version__
+from ds4cli.chat import journal
+from ds4cli.chat.journal import Journal
+from ds4cli.chat.transcript import Line, Scribe, Transcript, Turn
 from ds4cli.errors import DS4Error, StateError, UsageError
-from ds4cli.journal import Journal
-from ds4cli.reasoning import Piece, ReasoningSplitter, markers, opens_thinking
-from ds4cli.rewind import RewindReport, common_prefix
+from ds4cli.rewind.plan import RewindReport
 from ds4cli.settings import Settings
-from ds4cli.transcript import Line, Scribe, Transcript, Turn
+from ds4cli.text.chat_template import ChatTemplate, Message
+from ds4cli.text.reasoning import Piece, ReasoningSplitter, markers, opens_thinking
+from ds4cli.tokens import common_prefix
 
 if TYPE_CHECKING:
-    from ds4cli.engine import Engine
-    from ds4cli.session import Event, Session
+    from ds4cli.engine.engine import Engine
+    from ds4cli.engine.session import Event, Session
     from ds4cli.tools import Guard, Tool
 
 # A head of fewer tokens is not worth a model call of its own.

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ds4cli import journal, settings
+from ds4cli import settings
+from ds4cli.chat import journal
 from ds4cli.errors import DS4Error, UsageError
 
 CACHE_SUFFIX = ".safetensors"

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from ds4cli.drafters.checkpoint import Head
+    from ds4cli.rewind.timeline import Timeline
     from ds4cli.sampling import Sampler
     from ds4cli.settings import Settings
-    from ds4cli.timeline import Timeline
 
 
 class Drafter:

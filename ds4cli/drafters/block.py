@@ -23,7 +23,7 @@ from ds4cli.drafters import Drafter, weights
 from ds4cli.drafters.block_config import BlockConfig, read
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError
-from ds4cli.loading import unpack
+from ds4cli.models.loading import unpack
 from ds4cli.sampling import Sampler
 
 STEP = 256  # rows by which the context buffer grows

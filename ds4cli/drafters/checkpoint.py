@@ -11,10 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from ds4cli import loading
 from ds4cli.drafters.registry import FOLDER, HEADS, WEIGHTS, Kind, named
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError, UsageError
+from ds4cli.models import loading
 
 # What fields of the wrong type, and sizes that make no sense, raise somewhere in mlx or Python.
 NONSENSE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ds4cli.drafters import Drafter
+from ds4cli.rewind.timeline import Timeline
 from ds4cli.sampling import Sampler
-from ds4cli.timeline import Timeline
 
 
 class ModelDrafter(Drafter):

@@ -28,10 +28,10 @@ from ds4cli.drafters import Drafter, mtp_weights, weights
 from ds4cli.drafters.rows import Rows
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError, UsageError
-from ds4cli.loading import unpack
-from ds4cli.rewind import common_prefix
+from ds4cli.models.loading import unpack
 from ds4cli.sampling import Sampler
 from ds4cli.settings import MAX_BLOCK_TOKENS
+from ds4cli.tokens import common_prefix
 
 # Model type -> module and class of its decoder layer.
 LAYERS = {

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 
 from ds4cli.drafters import Drafter
-from ds4cli.rewind import common_prefix
+from ds4cli.tokens import common_prefix
 
 # Lengths that are indexed. A match is as long as it turns out to be; these only find candidates.
 ORDERS = (6, 2, 1)

@@ -9,8 +9,8 @@ import mlx.nn as nn
 
 from ds4cli.caches import build_caches
 from ds4cli.errors import ModelError
-from ds4cli.heads import NAMES as HEADS
-from ds4cli.taps import Taps
+from ds4cli.hooks.last_row import NAMES as HEADS
+from ds4cli.hooks.taps import Taps
 
 # What mlx-lm's models call them.
 EMBEDDINGS = ("embed_tokens", "tok_embeddings", "word_embeddings", "embeddings", "wte")

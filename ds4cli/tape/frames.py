@@ -13,7 +13,7 @@ from contextvars import ContextVar, Token
 
 from mlx_lm.models.cache import ArraysCache, CacheList
 
-from ds4cli.rebind import derived
+from ds4cli.hooks.rebind import derived
 from ds4cli.tape.tracks import Track
 
 

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from ds4cli.errors import ModelError
-from ds4cli.rebind import Swaps
+from ds4cli.hooks.rebind import Swaps
 from ds4cli.tape import frames
 from ds4cli.tape.families import FAMILIES, leaf
 from ds4cli.tape.tape import Tape

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import regex
 
 from ds4cli.errors import UsageError
-from ds4cli.text import Detokenizer
+from ds4cli.text.detokenizer import Detokenizer
 from ds4cli.tools.declared import Tool
 from ds4cli.tools.formats import Format, Json, Named, Tagged, detect_format
 from ds4cli.tools.mend import Refused, Unclosed

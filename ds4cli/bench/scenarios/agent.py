@@ -13,7 +13,7 @@ from ds4cli.bench.scenarios.control import fingerprint
 
 if TYPE_CHECKING:
     from ds4cli.bench.lab import Lab
-    from ds4cli.session import Session
+    from ds4cli.engine.session import Session
 
 
 @dataclass

@@ -10,7 +10,7 @@ from ds4cli.bench.measure import Row, Sample, timed
 
 if TYPE_CHECKING:
     from ds4cli.bench.lab import Lab
-    from ds4cli.session import Session
+    from ds4cli.engine.session import Session
 
 # Where the turns of the conversation end, as shares of its tokens; the last reply is generated.
 TURNS = (

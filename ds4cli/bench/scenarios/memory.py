@@ -12,12 +12,12 @@ from ds4cli.bench.measure import Row
 
 if TYPE_CHECKING:
     from ds4cli.bench.lab import Lab
-    from ds4cli.session import Session
+    from ds4cli.engine.session import Session
 
 
 def memory(lab: Lab) -> Iterator[Row]:
-    """Bytes of record, horizon and checkpoints after a prompt and a reply; Python's own share; and the
-    peak over the same work without any of it."""
+    """Bytes of the last block, horizon and checkpoints after a prompt and a reply; Python's own
+    share; and the peak over the same work without any of it."""
     for context in lab.contexts(lab.matrix.generate):
         yield from _in_context(lab, context)
 

@@ -6,7 +6,7 @@ from functools import cache
 
 import mlx.nn as nn
 
-from ds4cli.rebind import Swaps, derived
+from ds4cli.hooks.rebind import Swaps, derived
 from ds4cli.tape import frames
 from ds4cli.tape.tracks import Tail
 

@@ -2,7 +2,7 @@
 
 With one gate per head (Qwen3-Next, Qwen3.5, OLMo hybrid) or per channel (Kimi linear, Kimi K3,
 Bailing v3). A row is k, v, the gate and beta, as they reach the recurrence itself; q only makes
-outputs, so it is not kept. Layers of one shape are replayed as one batch by `ds4cli.delta`.
+outputs, so it is not kept. Layers of one shape are replayed as one batch by `ds4cli.hooks.delta`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from itertools import accumulate
 import mlx.core as mx
 import mlx.nn as nn
 
-from ds4cli import delta
-from ds4cli.rebind import Swaps, calls, derived, rebound, with_globals
+from ds4cli.hooks import delta
+from ds4cli.hooks.rebind import Swaps, calls, derived, rebound, with_globals
 from ds4cli.tape import frames
 from ds4cli.tape.families.short_conv import arm_convolutions
 from ds4cli.tape.tracks import Track

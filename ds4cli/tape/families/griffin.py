@@ -7,7 +7,7 @@ from functools import cache, wraps
 
 import mlx.nn as nn
 
-from ds4cli.rebind import Swaps, calls, derived, rebound
+from ds4cli.hooks.rebind import Swaps, calls, derived, rebound
 from ds4cli.tape import frames
 from ds4cli.tape.tracks import States, Tail
 

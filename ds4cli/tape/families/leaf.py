@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from ds4cli.errors import ModelError
-from ds4cli.rebind import Swaps, derived, names_used
+from ds4cli.hooks.rebind import Swaps, derived, names_used
 from ds4cli.tape import frames
 from ds4cli.tape.tracks import Track
 

@@ -14,7 +14,7 @@ from functools import cache, wraps
 import mlx.core as mx
 import mlx.nn as nn
 
-from ds4cli.rebind import Swaps, calls, rebound
+from ds4cli.hooks.rebind import Swaps, calls, rebound
 from ds4cli.tape import frames
 from ds4cli.tape.tracks import Track
 

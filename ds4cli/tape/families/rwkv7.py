@@ -15,8 +15,8 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 
-from ds4cli import delta
-from ds4cli.rebind import Swaps, derived
+from ds4cli.hooks import delta
+from ds4cli.hooks.rebind import Swaps, derived
 from ds4cli.tape import frames
 from ds4cli.tape.tracks import Tail, Track
 
@@ -56,7 +56,7 @@ def _advance(S: mx.array, w, k, v, a, b) -> mx.array:
     """The state after the rows of one chunk; inputs (layers, H, C, D).
 
     With U_t = S_{t-1} a_t every row adds U_t b_t^T + v_t k_t^T and decays what was there, so the U
-    of a chunk solve one triangular system, as in the gated delta rule (see `ds4cli.delta`).
+    of a chunk solve one triangular system, as in the gated delta rule (see `ds4cli.hooks.delta`).
     """
     D, D_in = delta.products(w), mx.cumprod(w, axis=-2)
     strict = delta.lower(w.shape[-2], 1)

@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.ssm import compute_dt
 
-from ds4cli.rebind import Swaps, calls, rebound
+from ds4cli.hooks.rebind import Swaps, calls, rebound
 from ds4cli.tape import frames
 from ds4cli.tape.families.short_conv import arm_convolutions
 from ds4cli.tape.tracks import Track

@@ -18,7 +18,7 @@ from mlx_lm.utils import _get_classes, dequantize_model, load_model, load_tokeni
 
 from ds4cli.errors import ModelError, UsageError
 
-BUILTIN = Path(__file__).parent / "builtin"
+BUILTIN = Path(__file__).parents[1] / "builtin"
 # What a model needs of a hub repository. No code: none of it would be run.
 WANTED = (
     "*.json", "*.jsonl", "*.jinja", "*.txt", "*.tiktoken", "tiktoken.model", "tokenizer.model",

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ds4cli.errors import ModelError
-from ds4cli.rebind import derived
+from ds4cli.hooks.rebind import derived
 
 _noted: ContextVar[dict[int, list[Any]] | None] = ContextVar("ds4cli_taps", default=None)
 

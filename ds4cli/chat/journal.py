@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ds4cli.chat.transcript import MAIN, Line, Transcript, Turn
 from ds4cli.errors import StateError, UsageError
-from ds4cli.transcript import MAIN, Line, Transcript, Turn
 
 FORMAT = 1
 SUFFIX = ".jsonl"

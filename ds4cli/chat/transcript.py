@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ds4cli.dialogue import ChatTemplate, Message, edit_tokens
 from ds4cli.errors import UsageError
-from ds4cli.rewind import common_prefix
+from ds4cli.text.chat_template import ChatTemplate, Message
+from ds4cli.text.editing import edit_tokens
+from ds4cli.tokens import common_prefix
 
 MAIN = "main"
 

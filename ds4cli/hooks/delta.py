@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gated_delta import gated_delta_kernel
 
-from ds4cli.rebind import Swaps, calls, rebound, with_globals
+from ds4cli.hooks.rebind import Swaps, calls, rebound, with_globals
 
 # From this many rows a model call uses the chunks. Measured: level with mlx-lm's loop at 3 rows of
 # 8 heads x 64, ahead at 2 rows of 16 x 128; one row always runs mlx-lm's own step.

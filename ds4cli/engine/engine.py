@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from ds4cli import blas, precision
-
-blas.preload()  # before anything imports mlx.core
-precision.keep_float32()
-
-# ruff: noqa: E402
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -19,22 +13,26 @@ from typing import Any
 
 import mlx.core as mx
 
-from ds4cli import __version__, delta, drafters, heads, loading, storage
+from ds4cli import __version__, drafters
+from ds4cli.backend import blas
 from ds4cli.caches import adapt, build_caches, check_kv_bits, check_kv_group
-from ds4cli.capabilities import Capabilities, survey
 from ds4cli.drafters import checkpoint, registry
 from ds4cli.drafters.checkpoint import Head, HeadSource
 from ds4cli.drafters.costs import PriceList
 from ds4cli.drafters.policy import Experience
+from ds4cli.engine.capabilities import Capabilities, survey
+from ds4cli.engine.session import Session
 from ds4cli.errors import ModelError, UsageError
+from ds4cli.hooks import delta, last_row
+from ds4cli.hooks.taps import Taps
+from ds4cli.models import loading
+from ds4cli.rewind import storage
+from ds4cli.rewind.timeline import Limits, Timeline
 from ds4cli.sampling import Sampler, check_bias
-from ds4cli.session import Session
 from ds4cli.settings import Settings, cache_folder
 from ds4cli.tape import Recorder
 from ds4cli.tape.check import self_check
-from ds4cli.taps import Taps
-from ds4cli.timeline import Limits, Timeline
-from ds4cli.vocabulary import Vocabulary
+from ds4cli.text.tokenizer import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Armed:
         """Arm `model`, or return what armed it before: engines may share one model."""
         armed = getattr(model, "ds4cli_armed", None)
         if armed is None:
-            heads.arm(model)
+            last_row.arm(model)
             delta.use_chunked(model)
             armed = cls(*_recorder(model))
             model.ds4cli_armed = armed

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds4cli.errors import StateError
-from ds4cli.text import Detokenizer, StopScanner
+from ds4cli.text.detokenizer import Detokenizer
+from ds4cli.text.stops import StopScanner
 
 if TYPE_CHECKING:
     from ds4cli.tools import Guard, GuardStep, ParsedCall

@@ -1,8 +1,8 @@
 """Computing one logits row of a long call instead of all of them.
 
-A prefill chunk needs its caches and, for a checkpoint on the checkpoints, its last row; the output projection
-of the other rows is a good part of the work where the vocabulary is large. The model's own
-projection instance gets a subclass that, inside `last_row()`, looks at the last row only.
+A prefill chunk needs its caches and, for a checkpoint, its last row; the output projection of the
+other rows is a good part of the work where the vocabulary is large. The model's own projection
+instance gets a subclass that, inside `only()`, looks at the last row only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ds4cli.rebind import Swaps, derived
+from ds4cli.hooks.rebind import Swaps, derived
 
 # What mlx-lm's models call their output projection when it is not the tied embedding.
 NAMES = ("lm_head", "output", "embed_out")
@@ -23,7 +23,7 @@ _last_only: ContextVar[bool] = ContextVar("ds4cli_last_row", default=False)
 
 
 @contextmanager
-def last_row() -> Iterator[None]:
+def only() -> Iterator[None]:
     """Armed models called in here return the last logits row only, (1, 1, V)."""
     token = _last_only.set(True)
     try:
@@ -33,7 +33,7 @@ def last_row() -> Iterator[None]:
 
 
 def arm(model: nn.Module) -> Swaps:
-    """Let `model` obey `last_row`. A model whose projection has another name returns all rows."""
+    """Let `model` obey `only`. A model whose projection has another name returns all rows."""
     swaps = Swaps()
     for path, module in model.named_modules():
         if path.rsplit(".", 1)[-1] in NAMES:

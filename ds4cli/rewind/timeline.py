@@ -16,25 +16,18 @@ from typing import Any
 
 import mlx.core as mx
 
-from ds4cli import heads
 from ds4cli.caches import LayerAdapter, adapt, build_caches, nest
 from ds4cli.errors import StateError
-from ds4cli.horizon import Horizon, Segment
-from ds4cli.rewind import (
-    Checkpoint,
-    Checkpoints,
-    Reach,
-    RewindPlan,
-    RewindReport,
-    call_sizes,
-    common_prefix,
-    plan,
-)
+from ds4cli.hooks import last_row
+from ds4cli.hooks.taps import Taps
+from ds4cli.rewind.checkpoints import Checkpoint, Checkpoints
+from ds4cli.rewind.horizon import Horizon, Segment
+from ds4cli.rewind.plan import Reach, RewindPlan, RewindReport, call_sizes, plan
 from ds4cli.settings import MAX_BLOCK_TOKENS
 from ds4cli.tape import Recorder, Tape
-from ds4cli.taps import Taps
+from ds4cli.tokens import common_prefix
 
-# Rows between the checkpoints inside a long call, where recurrences hand out their state on the way.
+# Rows between the checkpoints inside a long call, where recurrences hand out their inner states.
 STOP_ROWS = 128
 # Cache kinds that never drop a row.
 EVERY_ROW = ("kv", "quantized kv", "concatenate")
@@ -44,7 +37,7 @@ EVERY_ROW = ("kv", "quantized kv", "concatenate")
 class Limits:
     """How far back is kept, and how a long feed is cut.
 
-    horizon_tokens: positions reached without a model call. budget_bytes: record, horizon and checkpoints
+    horizon_tokens: positions reached without a model call. budget_bytes: horizon and checkpoints
     together. chunk_tokens: tokens of one prefill call.
     """
 
@@ -97,7 +90,7 @@ class _Snapshot:
 
 
 class Timeline:
-    """One model's tokens and caches, with a horizon and a checkpoints to go back by.
+    """One model's tokens and caches, with a horizon and checkpoints to go back by.
 
     model: an mlx-lm model, called as `model(tokens (1, n), cache=caches) -> logits (1, n, V)`.
     recorder: the armed tape recorder; None means that recurrent layers go back by feeding tokens.
@@ -282,7 +275,7 @@ class Timeline:
     def _remember(self, block: _Block, rows: int, row_before: Any) -> None:
         if not self.recording:
             return
-        # A long feed's early calls: no tape, or one for the checkpoints inside, and the last row only.
+        # A long feed's early calls: no tape, or one for checkpoints inside, and the last row only.
         if self._recurrent and (block.tape is None or len(block.logits) < len(block.feed)):
             self.horizon.clear()
             return
@@ -310,10 +303,10 @@ class Timeline:
         for a, held in zip(self.adapters, holds, strict=True):
             a.restore(held)
 
-    # -- checkpoints ------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def checkpoint(self, kind: str) -> None:
-        """Put a checkpoint of the current position on the checkpoints; no-op where all layers cut."""
+        """Keep the current position cheap to come back to; no-op where all layers cut."""
         if self.pos == 0 or not self.recording or self.can_cut:
             return
         self.abort()  # the layers of an open block stand beyond pos
@@ -344,14 +337,19 @@ class Timeline:
         self._restore(holds)
 
     def kept_bytes(self) -> dict[str, int]:
-        """Bytes kept alive for going back: "last_block" (part of the horizon), "horizon", "checkpoints"."""
+        """Bytes kept alive for going back: "last_block" (a part of "horizon"), "horizon",
+        "checkpoints"."""
         segments = self.horizon.segments
         record = segments[-1].nbytes if segments else 0
-        return {"last_block": record, "horizon": self.horizon.nbytes, "checkpoints": self.checkpoints.nbytes}
+        return {
+            "last_block": record,
+            "horizon": self.horizon.nbytes,
+            "checkpoints": self.checkpoints.nbytes,
+        }
 
     def leaves_checkpoint(self, rows: int) -> bool:
-        """Whether committing `rows` more rows leaves a checkpoint: it needs the layers to stand there, so
-        no further block may be open."""
+        """Whether committing `rows` more rows leaves a checkpoint: it needs the layers to stand
+        there, so no further block may be open."""
         if not self.recording or self.can_cut:
             return False
         newest = self.checkpoints.kept[-1].pos if self.checkpoints.kept else 0
@@ -421,8 +419,8 @@ class Timeline:
     ) -> RewindReport:
         """Make `tokens` equal `target`: keep the common prefix, go back to it, feed the rest.
 
-        Stops between model calls when `cancel()` is true; what was read by then is kept. checkpoints:
-        positions on the way that are to stay cheap to come back to.
+        Stops between model calls when `cancel()` is true; what was read by then is kept.
+        checkpoints: positions on the way that are to stay cheap to come back to.
         """
         self.abort()
         begin = time.perf_counter()
@@ -447,7 +445,7 @@ class Timeline:
     def _feed_to_checkpoints(
         self, target: list[int], checkpoints: Iterable[int], cancel: Callable[[], bool]
     ) -> list[int]:
-        """Feed `target` up to the last of `checkpoints`, marking each; returns the rest of it."""
+        """Feed `target` up to the last of `checkpoints`, keeping each; returns the rest of it."""
         for pos in () if self.can_cut else sorted(set(checkpoints)):
             if self.pos <= pos < len(target) and not cancel():
                 self._feed_all(target[self.pos : pos], cancel, last=False)
@@ -515,7 +513,11 @@ class Timeline:
             self._set_caches(was.caches, was.adapters)
             self._restore(was.holds)
             self.tokens, self.redo_tokens, self.logits = was.tokens, was.redo_tokens, was.logits
-            self.last_block, self.horizon, self.checkpoints = was.last_block, was.horizon, was.checkpoints
+            self.last_block, self.horizon, self.checkpoints = (
+                was.last_block,
+                was.horizon,
+                was.checkpoints,
+            )
             raise
 
     def free_tokens(self) -> int | None:
@@ -571,7 +573,7 @@ class Timeline:
         self.last_block = (self.pos, self.pos)
         checkpoints = [Checkpoint(**f) for f in state["frontiers"]]
         self.checkpoints = Checkpoints(self.limits.budget_bytes, checkpoints)
-        self.checkpoints.drop_after(self.pos)  # earlier versions kept checkpoints of texts that were gone
+        self.checkpoints.drop_after(self.pos)  # earlier versions kept those of texts that were gone
 
     # -- long feeds -------------------------------------------------------------------------------
 
@@ -615,7 +617,7 @@ class Timeline:
     def _feed_chunk(self, tokens: Sequence[int], record: bool, again: bool) -> None:
         """One call of a feed: with its tape and all its rows, or with its last row only."""
         stop_rows = self._stop_rows(len(tokens))
-        with nullcontext() if record else heads.last_row():
+        with nullcontext() if record else last_row.only():
             logits = self.feed(
                 tokens, record=record or stop_rows > 0, stop_rows=stop_rows, again=again
             )
@@ -627,8 +629,8 @@ class Timeline:
             self._checkpoint_inside(block)
 
     def _stop_rows(self, rows: int) -> int:
-        """How far apart the checkpoints inside a call lie: 0 where there are none, because it is short,
-        no recurrence leaves its state there, or they, or its tape, cost much."""
+        """How far apart the checkpoints inside a call lie: 0 where there are none, because it is
+        short, no recurrence leaves its state there, or they, or its tape, cost much."""
         if rows <= STOP_ROWS or self.recorder is None or not self.recorder.has_stops:
             return 0
         affordable = rows * self.tape_bytes_per_token <= self.horizon.budget_bytes

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ds4cli.drafters.policy import DraftPolicy
+from ds4cli.engine.reply import Reply, Taken
 from ds4cli.errors import StateError, UsageError
-from ds4cli.reasoning import opens_thinking
-from ds4cli.reply import Reply, Taken
-from ds4cli.rewind import RewindPlan, RewindReport
+from ds4cli.rewind.plan import RewindPlan, RewindReport
 from ds4cli.sampling import Sampler, refuse_nan
 from ds4cli.settings import MAX_BLOCK_TOKENS, Settings
+from ds4cli.text.reasoning import opens_thinking
 
 if TYPE_CHECKING:
-    from ds4cli.engine import Engine
-    from ds4cli.timeline import Counters, Timeline
+    from ds4cli.engine.engine import Engine
+    from ds4cli.rewind.timeline import Counters, Timeline
     from ds4cli.tools import Guard, GuardStep, ParsedCall
 
 
@@ -173,7 +173,8 @@ class Session:
         return self._timeline.counters
 
     def kept_bytes(self) -> dict[str, int]:
-        """Bytes kept alive for going back: "last_block" (part of the horizon), "horizon", "checkpoints"."""
+        """Bytes kept alive for going back: "last_block" (a part of "horizon"), "horizon",
+        "checkpoints"."""
         return self._timeline.kept_bytes()
 
     # -- moving -----------------------------------------------------------------------------------
@@ -197,11 +198,13 @@ class Session:
         """Make the session's tokens equal `tokens`; what both have in common is not read again.
 
         `progress(done, total)` after each model call. When `cancel()` turns true the session stops
-        between calls and keeps what it read. checkpoints: positions in `tokens` to keep cheap to come
-        back to, because other texts branch off there; ignored where going back is free anyway.
+        between calls and keeps what it read. checkpoints: positions in `tokens` to keep cheap to
+        come back to, because other texts branch off there; ignored where going back is free.
         """
         self.engine.check_context(len(tokens))
-        moved = self._timeline.sync(tokens, cancel=cancel, progress=progress, checkpoints=checkpoints)
+        moved = self._timeline.sync(
+            tokens, cancel=cancel, progress=progress, checkpoints=checkpoints
+        )
         report = self._moved(moved)
         self.stats.prompt_tokens = len(tokens)
         self.stats.cached_tokens = len(tokens) - report.replayed - report.prefilled
@@ -379,7 +382,12 @@ class Session:
         try:
             yield from self._blocks(reply, None if limit < 0 else self.pos + limit, cancel)
         finally:
-            self.attempt, self._reply, self._masked_at, self._checkpoint_at = attempt, None, None, None
+            self.attempt, self._reply, self._masked_at, self._checkpoint_at = (
+                attempt,
+                None,
+                None,
+                None,
+            )
 
     def _think_markers(self, said: int) -> tuple[str, str, bool] | None:
         """What opens and closes reasoning, and whether the prompt, all but the last `said` tokens,
@@ -432,7 +440,9 @@ class Session:
             self._repair(reply, step)
         elif step is not None and step.event == "open":
             # Before one more block could put the call's opening out of reach.
-            self._checkpoint_at = step.opened + (self._timeline.free_tokens() or 0) - MAX_BLOCK_TOKENS
+            self._checkpoint_at = (
+                step.opened + (self._timeline.free_tokens() or 0) - MAX_BLOCK_TOKENS
+            )
         if self._checkpoint_at is not None and self.pos >= self._checkpoint_at:
             self._checkpoint_opening(reply)
         return taken.text, taken.reason
@@ -495,8 +505,8 @@ class Session:
 
     def _plain_steps(self, token: int, end: int | None) -> Iterator[Step]:
         """One token a step, the next call being built while this one runs. Returns where that
-        cannot be: at a checkpoint, at the end, where guesses shall be fed, and when somebody moved the
-        session meanwhile."""
+        cannot be: at a checkpoint, at the end, where guesses shall be fed, and when somebody moved
+        the session meanwhile."""
         begin, first, wants = time.perf_counter(), True, False
         self._timeline.abort()  # what another, suspended stream runs ahead
         try:

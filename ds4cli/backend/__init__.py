@@ -1,0 +1,1 @@
+"""What differs between machines: which BLAS, which float32."""

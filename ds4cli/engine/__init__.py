@@ -1,0 +1,1 @@
+"""What is loaded, the sessions over it, and the speculative loop."""

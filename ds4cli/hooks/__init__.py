@@ -1,0 +1,1 @@
+"""What is attached to a model's own modules."""

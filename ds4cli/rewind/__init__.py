@@ -1,0 +1,1 @@
+"""What a model has consumed, and how it goes back."""

@@ -1,0 +1,117 @@
+"""Deciding how to go back. Pure: integers, lists and opaque payloads; no mlx.
+
+`plan` compares every way to reach a position and takes the one that
+feeds the fewest tokens again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ds4cli.rewind.checkpoints import Checkpoint
+
+
+@dataclass(frozen=True)
+class RewindReport:
+    """What a rewind or a sync did.
+
+    source: "live", "block", "horizon", "trim", "frontier" or "rebuild".
+    discarded, replayed, prefilled: tokens dropped, fed again, fed for the first time.
+    forwards: model calls. seconds: wall time.
+    """
+
+    source: str
+    discarded: int = 0
+    replayed: int = 0
+    prefilled: int = 0
+    forwards: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class RewindPlan:
+    """How to get to `pos`: bring the state to `base`, feed `replay` tokens in `forwards` calls."""
+
+    pos: int
+    source: str
+    base: int
+    forwards: int = 0
+    checkpoint: Checkpoint | None = field(default=None, repr=False)
+
+    @property
+    def replay(self) -> int:
+        return self.pos - self.base
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a timeline can reach now, without a model call.
+
+    Every state in `low..high` (inclusive) is reachable; those in `rows` have their logits row too.
+    `last_block` is the last accepted block, start and end inclusive. `can_cut` is True when every
+    layer is positional and nothing was ever dropped, so that `low` is 0.
+    """
+
+    pos: int
+    low: int
+    high: int
+    rows: range | frozenset[int]
+    last_block: tuple[int, int]
+    can_cut: bool
+    checkpoints: Sequence[Checkpoint] = ()
+
+
+def call_sizes(n: int, chunk: int, last: int) -> list[int]:
+    """Split a feed of n tokens into model calls of at most `chunk`, the final one at most `last`.
+
+    The odd remainder goes first, so that the final call, which becomes the record, is long.
+    """
+    if n <= 0:
+        return []
+    final = min(n, chunk, last)
+    body = n - final
+    sizes = [chunk] * (body // chunk)
+    return ([body % chunk] if body % chunk else []) + sizes + [final]
+
+
+def plan(pos: int, reach: Reach, *, chunk: int, last: int, needs_row: bool = True) -> RewindPlan:
+    """The cheapest way to `pos`: fewest tokens fed again, among equals the first listed below.
+
+    `needs_row` False is for a caller that feeds on at once and does not read the logits at `pos`.
+    """
+    if pos == reach.pos and (pos in reach.rows or not needs_row or pos == 0):
+        return RewindPlan(pos, "live", pos)
+    candidates = [*_without_call(pos, reach, needs_row), *_from_checkpoints(pos, reach, needs_row)]
+    candidates.append(RewindPlan(pos, "rebuild", 0))
+    best = min(candidates, key=lambda c: c.replay)
+    calls = len(call_sizes(best.replay, chunk, last))
+    return RewindPlan(best.pos, best.source, best.base, calls, best.checkpoint)
+
+
+def _without_call(pos: int, reach: Reach, needs_row: bool) -> Iterable[RewindPlan]:
+    """Bring the layers to pos, or one token short of it where the logits row is not kept.
+
+    Position 0 is a rebuild, which frees all memory, unless the record itself starts there.
+    """
+    for base in (pos, pos - 1):
+        if base == 0 != reach.last_block[0]:
+            continue
+        has_row = base == pos and (pos in reach.rows or pos == 0 or not needs_row)
+        if reach.low <= base <= reach.high and (has_row or base < pos):
+            yield RewindPlan(pos, _source(pos, base, reach), base)
+
+
+def _source(pos: int, base: int, reach: Reach) -> str:
+    start, end = reach.last_block
+    if start <= pos <= end and base == pos:
+        return "block"
+    near = pos in reach.rows or not reach.can_cut
+    return "horizon" if near else "trim"
+
+
+def _from_checkpoints(pos: int, reach: Reach, needs_row: bool) -> Iterable[RewindPlan]:
+    for f in reach.checkpoints:
+        exact = f.pos == pos and (f.logits is not None or not needs_row)
+        if exact or f.pos < pos:
+            yield RewindPlan(pos, "frontier", f.pos, checkpoint=f)
