@@ -7,6 +7,7 @@ mend.py      JSON: as it is, mended with a note of every change, or refused
 parse.py     the text of a call -> ParsedCall, or Refused
 literals.py  Lark rules for values that are not JSON
 grammar.py   the formats for llguidance
+matcher.py   follows one open call with its grammar
 guard.py     watches a reply, says where to go back to
 running.py   a tool's command; tool results as plain text
 """

@@ -1,25 +1,33 @@
 """Watches one reply for tool calls, and says where to go back to when one goes wrong.
 
-Fed one committed token after the other. Its state is a function of those tokens: one small snapshot
-per position, so `rewind` is a truncation. Text outside calls is handed back as it comes; what may
-still turn out to be the beginning of a marker is held back, from the beginning of its token on.
+The protocol. Positions are the session's, tokens come in order, and the guard's state is a function
+of the tokens it was fed: one small snapshot per position, so `rewind` is a truncation.
 
-The loop's part, per committed token (and for a stop token, before finishing):
+    feed(pos, token, text)   per committed token, with the text the detokenizer released for it, and
+                             for a stop token before the reply ends. Returns a GuardStep: `emit` is
+                             text to show now, `event` what the loop has to do:
+        "open"     a call has begun at step.opened (a place worth a checkpoint)
+        "left"     the token at step.bad_pos leaves the grammar; the guard stands before it: rewind
+                   the session to bad_pos, pick from the kept row with `allowed(size)` as mask, feed
+                   that token instead
+        "closed"   step.calls are ready; stop here (finish reason "tool"), or go on
+        "broken"   the call closed but is unusable; the guard stands before its first token: rewind
+                   the session to bad_pos, raise `attempt`, go on
+        "refused"  the same after max_repairs attempts: the text stays, step.reason says why
+    rewind(pos)              the session went back: forget the tokens from `pos` on. After "left"
+                             and "broken" that has happened already, and doing it again is harmless.
+    filter(tokens)           how many of a block's tokens may be fed; asks, changes nothing
+    is_open, opened          whether a call is open, and where it began
+    settled                  tokens before this position cannot be taken back by a repair
+    finish(reason)           the reply has ended: hands out what is held back, and what the end
+                             completes; after "length" or "cancelled" `feed` may go on
+    catch_up(...)            instead of `feed`: a reply that was written before
 
-    step = guard.feed(pos, token, text)
-    "open"     a call has begun at step.opened (a place worth a checkpoint)
-    "left"     the token at step.bad_pos leaves the grammar; the guard stands before it: rewind the
-               session to bad_pos, pick from the kept row with `guard.allowed(vocab)` as mask,
-               feed that token instead
-    "closed"   step.calls are ready; stop here (finish reason "tool"), or go on
-    "broken"   the call closed but is unusable; the guard stands before its first token: rewind
-               the session to bad_pos, raise `attempt`, go on
-    "refused"  the same after max_repairs attempts: the text stays, step.reason says why
-
-At the end of the reply `finish(reason)` hands out what is still held back.
-
-Nearly every token changes nothing: it holds no character that could belong to a marker. Such tokens
-take a short way through `feed` and share one `_State`; the rest is as slow as it likes.
+Text outside calls is handed back as it comes; what may still turn out to be the beginning of a
+marker is held back, from the beginning of its token on. Nearly every token changes nothing: it
+holds no character that could belong to a marker. Such tokens take a short way through `feed` and
+share one `_State`; the rest is as slow as it likes. What the grammar says of an open call is in
+`matcher.py`, what the text of a call means in `parse.py`.
 """
 
 from __future__ import annotations
@@ -31,9 +39,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import regex
 
 from ds4cli.errors import UsageError
+from ds4cli.settings import Settings
 from ds4cli.text.detokenizer import Detokenizer
 from ds4cli.tools.declared import Tool
 from ds4cli.tools.formats import Format, Json, Named, Tagged, detect_format
+from ds4cli.tools.matcher import CallMatcher
 from ds4cli.tools.mend import Refused, Unclosed
 from ds4cli.tools.parse import ParsedCall, parse_calls
 
@@ -93,25 +103,10 @@ class _State:
     def opened(self) -> int:
         return self.held[0][0]
 
-
-@dataclass
-class _Matching:
-    """The live matcher of the call at `opened`. `lead` spells that first token from the marker on;
-    `taken` counts what the matcher has consumed: `lead`, then one per token.
-    """
-
-    opened: int
-    matcher: Any
-    lead: list[int]
-    taken: int = 0
-
-    def wants(self, end: int) -> int:
-        """How many the matcher has to have consumed to stand before the token at `end`."""
-        return len(self.lead) + end - self.opened - 1
-
-    def reached(self) -> int:
-        """The position of the first token that it has not consumed."""
-        return self.opened + max(0, self.taken - len(self.lead) + 1)
+    @property
+    def first_text(self) -> str:
+        """In a call: the text of its first token from the marker on."""
+        return self.held[0][1][len(self.before) :]
 
 
 class Guard:
@@ -128,7 +123,7 @@ class Guard:
         tokenizer: Any,
         tools: Sequence[Tool],
         think: bool = False,
-        max_repairs: int = 3,
+        max_repairs: int = Settings.max_repairs,
         fmt: Format | None = None,
         use_grammar: bool = True,
         resumable: bool = False,
@@ -164,7 +159,7 @@ class Guard:
         self._attempts: dict[int, int] = {}
         self._banned: dict[int, set[int]] = {}
         self._forced: int | None = None  # the call that `allowed` must let begin
-        self._matching: _Matching | None = None
+        self._call: CallMatcher | None = None
 
     def _build_grammar(self, tokenizer: Any) -> Any:
         from ds4cli.tools.grammar import NoGrammar, grammar_for
@@ -223,7 +218,8 @@ class Guard:
         self._shown = min(self._shown, self._ends[-1] if self._ends else 0)
         self._banned = {p: ids for p, ids in self._banned.items() if p <= pos}
         self._forced = None
-        self._trim_matcher()
+        if self._call is not None and not self._call.rewind(self._end):
+            self._call = None
 
     def catch_up(self, pos: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> bool:
         """Take a reply that was written before, from `pos` on, showing nothing of it. False where
@@ -494,13 +490,12 @@ class Guard:
         """
         import numpy as np
 
-        state = self._state
         opened = self._forced if self._forced is not None else self.opened
         if opened is None or self._grammar is None:
             return np.ones(size, bool)
         # A token that holds a whole bad opening by itself may be replaced by anything else.
-        matcher = self._match(opened, state) if opened < self._end else None
-        mask = self._grammar.mask(matcher, size)
+        matcher = self._matcher(self._state) if opened < self._end else None
+        mask = self._grammar.mask(None if matcher is None else matcher.live, size)
         mask[[t for t in self._banned.get(self._end, ()) if t < size]] = False
         return mask
 
@@ -510,9 +505,8 @@ class Guard:
 
         Outside calls: all of them.
         """
-        state = self._state
-        matcher = self._matcher(state) if state.mode == "call" else None
-        return len(tokens) if matcher is None else matcher.validate_tokens(list(tokens))
+        matcher = self._matcher(self._state) if self.is_open else None
+        return len(tokens) if matcher is None else matcher.fitting(tokens)
 
     def _left(self, bad: int, opened: int, token: int | None = None) -> GuardStep:
         token = self._ids[bad - self._base] if token is None else token
@@ -529,57 +523,24 @@ class Guard:
         return GuardStep(event="left", opened=opened, bad_pos=bad, reason=reason)
 
     def _first_bad(self, state: _State) -> int | None:
-        """Let the matcher take the tokens it lacks; the position of the first that it refuses."""
-        if self._grammar is None or self._match(state.opened, state) is None:
-            return None
-        matching = self._matching
-        return None if matching.taken == matching.wants(self._end) else matching.reached()
+        """The position of the first token that the grammar refuses, if any does."""
+        matcher = self._matcher(state)
+        return None if matcher is None else matcher.refused(self._end)
 
-    def _matcher(self, state: _State) -> Any:
+    def _matcher(self, state: _State) -> CallMatcher | None:
         """The matcher of the open call, after the newest token that it accepts; None without a
         grammar.
         """
-        return self._match(state.opened, state) if self._grammar is not None else None
-
-    def _match(self, opened: int, state: _State) -> Any:
-        if self._matching is None or self._matching.opened != opened:
-            self._matching = self._begin(opened, state)
-        matching = self._matching
-        if matching.matcher is not None and (wanted := self._not_taken(matching)):
-            taken = matching.matcher.try_consume_tokens(wanted)
-            matching.taken += taken
-            if taken < len(wanted) and matching.matcher.is_error():
-                why = matching.matcher.get_error().strip().split("\n")[0]
-                self.notices.append(f"the grammar was given up inside a call: {why}")
-                matching.matcher = None
-        return matching.matcher
-
-    def _not_taken(self, matching: _Matching) -> list[int]:
-        """What the matcher lacks; mostly the newest token."""
-        behind = matching.taken - len(matching.lead)
-        if behind >= 0:
-            return self._ids[matching.opened + 1 - self._base + behind :]
-        return [*matching.lead[behind:], *self._ids[matching.opened + 1 - self._base :]]
-
-    def _begin(self, opened: int, state: _State) -> _Matching:
-        """A fresh matcher for the call at `opened`; its marker may begin inside that token."""
-        token = self._ids[opened - self._base]
-        marked = next(text for pos, text in state.held if pos == opened)[len(state.before) :]
-        data, whole = marked.encode(), self._grammar.bytes_of(token)
-        at = whole.rfind(data)
-        lead = [token] if at == 0 else self._grammar.tokens_of(whole[at:]) if at > 0 else []
-        return _Matching(opened, self._grammar.matcher() if lead else None, lead)
-
-    def _trim_matcher(self) -> None:
-        """Take back what the matcher consumed of tokens that are gone."""
-        matching = self._matching
-        if matching is None:
-            return
-        if self._end <= matching.opened:
-            self._matching = None
-        elif matching.taken > (wanted := matching.wants(self._end)):
-            matching.matcher.rollback(matching.taken - wanted)
-            matching.taken = wanted
+        if self._grammar is None:
+            return None
+        if self._call is None or self._call.opened != state.opened:
+            first = self._ids[state.opened - self._base]
+            self._call = CallMatcher(self._grammar, state.opened, first, state.first_text)
+        self._call.follow(self._ids[state.opened - self._base :])
+        if self._call.gave_up:
+            self.notices.append(f"the grammar was given up inside a call: {self._call.gave_up}")
+            self._call.gave_up = ""
+        return self._call if self._call.live is not None else None
 
 
 def _hint(*markers: str | None) -> Callable[[str], Any]:
