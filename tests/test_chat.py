@@ -20,6 +20,7 @@ from ds4cli.chat import Request, commands, editor, journal, prompt, shelf
 from ds4cli.chat.markdown import BlockScanner, rows_of
 from ds4cli.chat.transcript import Turn
 from ds4cli.errors import UsageError
+from ds4cli.rewind import storage
 from ds4cli.tokens import common_prefix
 from ds4cli.tools import Tool
 from ds4cli.tools.formats import FORMATS
@@ -859,12 +860,17 @@ def test_with_cache_nothing_is_read_again(engine):
     again.end()
 
 
-def test_a_broken_cache_is_ignored_with_a_note(engine, capsys):
-    """Guards: a damaged state file making the chat unusable."""
+@pytest.mark.parametrize("kind", ["bytes", "tree"])
+def test_a_broken_cache_is_ignored_with_a_note(engine, capsys, kind):
+    """Guards: a damaged state file, or a whole one with another tree, making the chat unusable."""
     talk.chat(engine, "the first", name="torn", with_cache=True).end()
-    shelf.cache_of(shelf.path_of("torn")).write_bytes(b"broken")
+    cache = shelf.cache_of(shelf.path_of("torn"))
+    if kind == "bytes":
+        cache.write_bytes(b"broken")
+    else:
+        storage.write(cache, {"kv": "whole", "layers": []}, engine.fingerprint)
     again = talk.chat(engine, name="torn")
-    assert "not used" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("not used") == 1
     again.take("more")
     check_replies(again, engine)
     again.end()

@@ -1,5 +1,7 @@
 """Session files: whole or absent, and refused with the reason where they do not fit."""
 
+import json
+import random
 import subprocess
 from functools import lru_cache
 
@@ -9,7 +11,8 @@ from oracle import engine, prompt
 from tiny import build
 
 from ds4cli.errors import StateError
-from ds4cli.rewind.storage import FORMAT
+from ds4cli.rewind import storage
+from ds4cli.rewind.storage import FORMAT, OLD_FORMAT
 
 
 @lru_cache
@@ -92,3 +95,122 @@ def test_a_full_disk_keeps_the_old_file(tmp_path):
         assert [p.name for p in disk.iterdir()] == ["s"]
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_file_of_the_first_format_is_refused(tmp_path):
+    """It has no digest, so nothing tells whether it is whole."""
+    mx.save_safetensors(
+        str(tmp_path / "f.safetensors"),
+        {"a0": mx.zeros(3)},
+        {"format": OLD_FORMAT, "fingerprint": "", "body": json.dumps({"dict": {}})},
+    )
+    with pytest.raises(StateError, match="earlier ds4cli"):
+        load(tmp_path / "f.safetensors")
+
+
+def flip(data, dice):
+    """Another bit in one byte, in the header every other time."""
+    header = 8 + int.from_bytes(data[:8], "little")
+    at = dice.randrange(header if dice.random() < 0.5 else len(data))
+    data[at] ^= 1 << dice.randrange(8)
+
+
+def renumber(data, dice):
+    """Another digit in the header."""
+    header = 8 + int.from_bytes(data[:8], "little")
+    at = dice.choice([i for i in range(8, header) if chr(data[i]).isdigit()])
+    data[at] = dice.choice([d for d in b"0123456789" if d != data[at]])
+
+
+def zero(data, dice):
+    at = dice.randrange(len(data) - 8)
+    data[at : at + 8] = bytes(8)
+
+
+def cut(data, dice):
+    at = dice.randrange(len(data))
+    del data[at : at + dice.choice([1, 4, 100])]
+
+
+def double(data, dice):
+    at = dice.randrange(len(data))
+    data[at:at] = data[at : at + dice.choice([1, 4, 100])]
+
+
+def swap(data, dice):
+    a, b = (dice.randrange(len(data) // 4) * 4 for _ in range(2))
+    data[a : a + 4], data[b : b + 4] = data[b : b + 4], data[a : a + 4]
+
+
+def corrupt_and_load(tmp_path, times, seed):
+    """Every corruption is refused, or changed nothing that is read (as spaces behind a header)."""
+    session, dice = session_of(), random.Random(seed)
+    session.save(tmp_path / "s")
+    whole = (tmp_path / "s").read_bytes()
+    refused = 0
+    for i in range(times):
+        data = bytearray(whole)
+        dice.choice([flip, renumber, zero, cut, double, swap])(data, dice)
+        (tmp_path / "bad").write_bytes(data)
+        try:
+            loaded = load(tmp_path / "bad")
+        except StateError:
+            refused += 1
+        else:
+            assert loaded.tokens == session.tokens, i
+            assert mx.array_equal(loaded.logits, session.logits), i
+            loaded.rewind(10), loaded.sync([*loaded.tokens, 1, 2])
+            fresh = session_of(10)
+            fresh.sync([*fresh.tokens, 1, 2])
+            assert mx.array_equal(loaded.logits, fresh.logits), i
+    assert refused > 0.9 * times
+
+
+def test_a_corrupted_file_is_refused(tmp_path):
+    """Changed digits and flipped bits loaded without a word, or ended in bare exceptions."""
+    corrupt_and_load(tmp_path, 60, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 7))
+def test_many_corrupted_files_are_refused(tmp_path, seed):
+    """The long run of the same."""
+    corrupt_and_load(tmp_path, 200, seed)
+
+
+def change(path, change_tree):
+    """Write the state at `path` anew, whole but with another tree."""
+    tree = storage.read(path, "")
+    change_tree(tree)
+    storage.write(path, tree, "")
+
+
+WRONG = {
+    "no tokens": lambda tree: tree.pop("tokens"),
+    "one token more": lambda tree: tree["tokens"].append(1),
+    "text for tokens": lambda tree: tree.update(tokens=["a"] * 20),
+    "one layer less": lambda tree: tree["layers"].pop(),
+    "no arrays": lambda tree: tree["layers"][1]["arrays"].clear(),
+    "one row less": lambda tree: _replace(tree, lambda x: x[..., 1:, :]),
+    "another head": lambda tree: _replace(tree, lambda x: mx.concatenate([x, x], axis=1)),
+    "another type": lambda tree: _replace(tree, lambda x: x.astype(mx.float16)),
+    "a short row": lambda tree: tree.update(logits=tree["logits"][1:]),
+    "a list of layers": lambda tree: tree.update(layers=[[], []]),
+    "odd marks": lambda tree: tree.update(frontiers=[{"pos": 1}]),
+}
+
+
+def _replace(tree, change_rows):
+    arrays = tree["layers"][0]["arrays"]
+    arrays["keys"] = change_rows(arrays["keys"])
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_state_of_another_shape_is_refused(tmp_path, wrong):
+    """A whole file with another tree or other shapes ended in a `KeyError`, or in odd logits."""
+    session_of().save(tmp_path / "s")
+    change(tmp_path / "s", lambda tree: None)
+    assert load(tmp_path / "s").pos == 20
+    change(tmp_path / "s", WRONG[wrong])
+    with pytest.raises(StateError):
+        load(tmp_path / "s")

@@ -17,10 +17,14 @@ from ds4cli.errors import StateError
 
 
 class LayerAdapter:
-    """One layer's cache. Subclasses name their `kind` and implement what raises here."""
+    """One layer's cache. Subclasses name their `kind` and implement what raises here.
+
+    row_axis: the axis of the saved arrays that grows with the position; None: there is none.
+    """
 
     kind = ""
     seekable = True
+    row_axis: int | None = 2
 
     def __init__(self, cache: Any):
         self.cache = cache
@@ -94,6 +98,10 @@ class LayerAdapter:
     def load_state(self, arrays: dict[str, mx.array], meta: dict[str, Any]) -> None:
         """Take over what `state_dict` returned, in a cache built by the same model."""
         raise NotImplementedError
+
+    def saved_rows(self, meta: dict[str, Any]) -> int | None:
+        """How many rows each array of a `state_dict` with these facts has; None: it depends."""
+        return None
 
     def bytes_per_token(self) -> int:
         """Bytes that one more position costs; 0 for a fixed state and before the first write."""

@@ -77,6 +77,7 @@ class CompressedAdapter(ReplacedRows):
     """`SlackLayerCache`: cut to any position whose window and open group are still held."""
 
     kind = "compressed"
+    row_axis = 1
     fields = (
         "window",
         "compress_kv",

@@ -34,6 +34,9 @@ class KeysAndValues:
         self.cache.keys, self.cache.values = arrays.get("keys"), arrays.get("values")
         self.cache.offset, self._sought = meta["pos"], None
 
+    def saved_rows(self, meta: dict[str, Any]) -> int:
+        return meta["pos"]
+
     def bytes_per_token(self) -> int:
         arrays = self.arrays()
         return sum(a.nbytes for a in arrays) // arrays[0].shape[-2] if arrays else 0

@@ -19,6 +19,7 @@ class RecurrentAdapter(LayerAdapter):
 
     kind = "recurrent"
     seekable = False
+    row_axis = None
 
     def pos(self) -> None:
         return None

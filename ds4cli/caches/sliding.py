@@ -184,6 +184,9 @@ class WindowAdapter(SharedRows):
     def load_state(self, arrays: dict[str, mx.array], meta: dict[str, Any]) -> None:
         self._adopt(arrays.get("keys"), arrays.get("values"), meta["start"], meta["pos"])
 
+    def saved_rows(self, meta: dict[str, Any]) -> int:
+        return meta["pos"] - meta["start"]
+
     def bytes_per_token(self) -> int:
         return 0
 

@@ -22,7 +22,7 @@ from ds4cli.drafters.costs import PriceList
 from ds4cli.drafters.policy import Experience
 from ds4cli.engine.capabilities import Capabilities, survey
 from ds4cli.engine.session import Session
-from ds4cli.errors import ModelError, UsageError
+from ds4cli.errors import ModelError, StateError, UsageError
 from ds4cli.hooks import delta, last_row
 from ds4cli.hooks.taps import Taps
 from ds4cli.models import loading
@@ -198,9 +198,16 @@ class Engine(Vocabulary):
         return Session(self, timeline, sampler, drafter)
 
     def load_session(self, path: str | Path) -> Session:
-        """The session saved at `path`. StateError if it is torn or another model's."""
+        """The session saved at `path`. StateError if it is damaged or another model's."""
         timeline = self._timeline(self.model)
-        timeline.load_state(storage.read(path, self.fingerprint))
+        state = storage.read(path, self.fingerprint)
+        try:
+            timeline.load_state(state)
+        except StateError:
+            raise
+        except Exception as error:  # whole, but of another shape than anything this version writes
+            reason = f"session file `{path}` does not fit this model: {error!r}"
+            raise StateError(reason) from None
         return self.session_from(timeline)
 
     def save_session(self, timeline: Timeline, path: str | Path) -> None:

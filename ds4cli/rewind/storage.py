@@ -1,10 +1,12 @@
 """A session's timeline in one safetensors file: tokens, every layer's state, the checkpoints.
 
-Written to a temporary file, synced, then renamed, so that a file is whole or absent.
+Written to a temporary file, synced, then renamed, so that a file is whole or absent. A digest over
+all of it tells a file that was damaged since; files of the first format had none and are refused.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -15,7 +17,8 @@ import mlx.core as mx
 
 from ds4cli.errors import StateError
 
-FORMAT = "ds4cli session 1"
+FORMAT = "ds4cli session 2"
+OLD_FORMAT = "ds4cli session 1"
 
 
 def pack(tree: Any, arrays: dict[str, mx.array]) -> Any:
@@ -54,6 +57,7 @@ def write(path: str | Path, tree: Any, fingerprint: str) -> None:
     metadata = {"format": FORMAT, "fingerprint": fingerprint, "body": body}
     temporary = None
     try:
+        metadata["digest"] = digest(metadata, arrays)
         temporary = _temporary_beside(path)
         mx.save_safetensors(str(temporary), arrays, metadata)
         _sync(temporary, sum(a.nbytes for a in arrays.values()))
@@ -63,6 +67,17 @@ def write(path: str | Path, tree: Any, fingerprint: str) -> None:
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+def digest(metadata: dict[str, str], arrays: dict[str, mx.array]) -> str:
+    """SHA-256 of the metadata and of the arrays: names, types, shapes, bytes."""
+    names = sorted(arrays)
+    shapes = [(name, str(arrays[name].dtype), arrays[name].shape) for name in names]
+    facts = [metadata[key] for key in ("format", "fingerprint", "body")]
+    total = hashlib.sha256(json.dumps([*facts, shapes]).encode())
+    for name in names:
+        total.update(memoryview(mx.view(arrays[name].reshape(-1), mx.uint8)))
+    return total.hexdigest()
 
 
 def _temporary_beside(path: Path) -> Path:
@@ -81,23 +96,32 @@ def _sync(path: Path, array_bytes: int) -> None:
 
 
 def read(path: str | Path, fingerprint: str) -> Any:
-    """The tree that `write` was given. StateError for another model's or a torn file."""
+    """The tree that `write` was given. StateError for another model's or a damaged file."""
     path = Path(path)
     if not path.is_file():
         raise StateError(f"there is no session file `{path}`")
     try:
         arrays, metadata = mx.load(str(path), format="safetensors", return_metadata=True)
         mx.eval(list(arrays.values()))
-    except (RuntimeError, ValueError) as error:
-        raise StateError(f"session file `{path}` is torn or no session: {error}") from None
-    if metadata.get("format") != FORMAT:
+        _check_origin(path, metadata, fingerprint)
+        if metadata["digest"] != digest(metadata, arrays):
+            raise ValueError("its digest is another")
+        return unpack(json.loads(metadata["body"]), arrays)
+    except StateError:
+        raise
+    except Exception as error:  # a damaged file may fail anywhere in the parsers, and in any way
+        raise StateError(f"session file `{path}` is damaged or no session: {error}") from None
+
+
+def _check_origin(path: Path, metadata: dict[str, str], fingerprint: str) -> None:
+    """StateError for a file of another kind, version or model."""
+    kind = metadata.get("format")
+    if kind == OLD_FORMAT:
+        raise StateError(f"session file `{path}` is of an earlier ds4cli and has no digest")
+    if kind != FORMAT:
         raise StateError(f"`{path}` is not a session file of this version")
     if metadata.get("fingerprint") != fingerprint:
         raise StateError(
             f"session file `{path}` belongs to another model or tokenizer",
             "load it with the model that wrote it",
         )
-    try:
-        return unpack(json.loads(metadata["body"]), arrays)
-    except (KeyError, ValueError) as error:
-        raise StateError(f"session file `{path}` is torn: {error!r}") from None

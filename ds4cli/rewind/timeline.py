@@ -561,19 +561,47 @@ class Timeline:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Stand where `state` was taken, on a new timeline of the same model. StateError if its
-        attention caches are of another kind."""
+        layers are of another kind or shape; this timeline is of no use then."""
         if state["kv"] != self._kv_kind:
             raise StateError(
                 f"the session was saved with a {state['kv']} KV cache, this one is {self._kv_kind}",
                 "load it with the settings that wrote it: `--kv-bits`, `--kv-group-size`",
             )
+        self._check_shapes(state)
         for a, layer in zip(self.adapters, state["layers"], strict=True):
             a.load_state(layer["arrays"], layer["meta"])
         self.tokens, self.logits = list(state["tokens"]), state["logits"]
         self.last_block = (self.pos, self.pos)
         checkpoints = [Checkpoint(**f) for f in state["frontiers"]]
         self.checkpoints = Checkpoints(self.limits.budget_bytes, checkpoints)
-        self.checkpoints.drop_after(self.pos)  # earlier versions kept those of texts that were gone
+        self.checkpoints.drop_after(self.pos)  # those of a text that is not in the state
+        self._check_positions()
+
+    def _check_shapes(self, state: dict[str, Any]) -> None:
+        """StateError unless the arrays of `state` are like those that one token leaves here."""
+        like = Timeline(self.model, None, self.limits, **self._kv)
+        row = like.feed([0], record=False)[0]
+        like.evaluate()
+        if len(state["layers"]) != len(self.adapters):
+            raise StateError(
+                f"the session has `{len(state['layers'])}` layers, this model {len(self.adapters)}"
+            )
+        if state["logits"] is not None:
+            _check_like("logits", state["logits"], row)
+        for i, (a, layer) in enumerate(zip(like.adapters, state["layers"], strict=True)):
+            own, given, rows = a.state_dict()[0], layer["arrays"], a.saved_rows(layer["meta"])
+            for name, x in own.items() if state["tokens"] else ():
+                # A layer that looks token ids up keeps the last few, as many as there are.
+                row_axis = a.row_axis if mx.issubdtype(x.dtype, mx.floating) or rows else -1
+                _check_like(f"layer {i}: {name}", given[name], x, row_axis, rows)
+
+    def _check_positions(self) -> None:
+        """StateError unless all layers, and all checkpoints, stand where the tokens do."""
+        known = all(type(token) is int and token >= 0 for token in self.tokens)
+        if not known or any(not a.low() <= a.pos() == self.pos for a in self._seekable):
+            raise StateError("the session's layers do not stand where its tokens do")
+        if any(len(f.payload) != len(self.adapters) for f in self.checkpoints.kept):
+            raise StateError("the session's checkpoints are of a model with other layers")
 
     # -- long feeds -------------------------------------------------------------------------------
 
@@ -635,3 +663,15 @@ class Timeline:
             return 0
         affordable = rows * self.tape_bytes_per_token <= self.horizon.budget_bytes
         return STOP_ROWS if affordable and self.horizon.is_dense else 0
+
+
+def _check_like(
+    name: str, x: mx.array, like: mx.array, row_axis: int | None = None, rows: int | None = None
+) -> None:
+    """StateError unless `x` has the type and shape of `like`, but for its rows: these are `rows`,
+    or, where that is None, any number."""
+    have, want = list(x.shape), list(like.shape)
+    if row_axis is not None and len(have) == len(want):
+        want[row_axis] = have[row_axis] if rows is None else rows
+    if (x.dtype, have) != (like.dtype, want):
+        raise StateError(f"`{name}` is {x.dtype} {have}, this model needs {like.dtype} {want}")
