@@ -42,7 +42,7 @@ class App(TyperGroup):
             sys.stdout.flush()
         except Exception as error:
             if "--debug" in words:
-                traceback.print_exc()
+                terminal.show(traceback.format_exc())
             code = explain(error)
         sys.exit(code or 0)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +95,7 @@ def _run(
     """The run that the shared options describe; None when showing the settings was all."""
     resolved = resolve(given, config, no_config, profile)
     if show_config:
-        sys.stdout.write(settings.to_toml(resolved.settings, resolved.origins))
+        terminal.write(settings.to_toml(resolved.settings, resolved.origins))
         return None
     refuse_both(quiet=quiet, verbose=verbose)
     if config is None and not quiet:

@@ -1,7 +1,8 @@
 """What the user sees: the reply on stdout, everything else on stderr; and Ctrl-C.
 
-Animation appears only where stderr is a terminal. Text for a terminal is cleared of control
-characters, so that a model or a file name cannot steer it.
+Animation appears only where stderr is a terminal. Nothing that a model, a file or a name says can
+steer a terminal: the consoles escape all that they print and know no markup, and stdout is written
+by `write` alone. Only what a pipe gets on stdout is byte for byte the model's.
 """
 
 from __future__ import annotations
@@ -12,24 +13,46 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from ds4cli.escapes import visible
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from ds4cli.engine.session import Stats
 
-out = Console(highlight=False, emoji=False)
-err = Console(stderr=True, highlight=False, emoji=False)
+
+class SafeConsole(Console):
+    """A console whose texts cannot steer the terminal: no markup, and hidden characters escaped."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, highlight=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
+        """Escaped before it is measured, so that tables stay in line."""
+        return super().render_str(visible(text), **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """What came as Rich's own objects is escaped here; only Rich's own controls pass."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else visible(text), style, control)
+
+
+out = SafeConsole()
+err = SafeConsole(stderr=True)
 
 EXIT_INTERRUPTED = 130
 SHOW_CURSOR = b"\x1b[?25h"
-# C0 and C1 controls except tab and newline.
-_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
 def is_animated() -> bool:
@@ -38,27 +61,43 @@ def is_animated() -> bool:
 
 
 def printable(text: str, stream: TextIO) -> str:
-    """`text` without control characters if `stream` is a terminal; a pipe gets every byte."""
-    return text.translate(_CONTROLS) if stream.isatty() else text
+    """`text`, escaped if `stream` is a terminal; a pipe gets every byte."""
+    return visible(text) if stream.isatty() else text
+
+
+def write(text: str) -> None:
+    """`text` on stdout, at once."""
+    sys.stdout.write(printable(text, sys.stdout))
+    sys.stdout.flush()
+
+
+def show(text: str) -> None:
+    """Text on stderr as it stands: no styles, no wrapping."""
+    err.print(text, soft_wrap=True)
 
 
 def note(text: str) -> None:
     """One dim line on stderr."""
-    err.print(printable(text, sys.stderr), style="dim", markup=False, soft_wrap=True)
+    err.print(text, style="dim", soft_wrap=True)
 
 
 def fail(message: str, hint: str | None = None) -> None:
     """An error as one line on stderr, and its hint as another."""
     for label, style, text in (("error", "bold red", message), ("hint", "cyan", hint)):
         if text:
-            err.print(f"[{style}]{label}:[/] ", end="")
-            line = " ".join(text.split())
-            err.print(printable(line, sys.stderr), markup=False, soft_wrap=True)
+            err.print(f"{label}:", style=style, end=" ")
+            err.print(one_line(text), soft_wrap=True)
+
+
+def one_line(text: str) -> str:
+    """`text` in one line, escaped before the white space in it becomes single spaces."""
+    return " ".join(visible(text).split())
 
 
 def status(text: str) -> AbstractContextManager[Any]:
     """A spinner on stderr while something runs, on a terminal only."""
-    return err.status(text, spinner="dots") if is_animated() else contextlib.nullcontext()
+    spinner = err.status(Text(one_line(text)), spinner="dots") if is_animated() else None
+    return spinner or contextlib.nullcontext()
 
 
 class PrefillBar:
@@ -108,14 +147,12 @@ class ReplyWriter:
         """Reasoning: never part of what a pipe receives."""
         if self._show_reasoning:
             self._reasoning_open = True
-            text = printable(text, sys.stderr)
-            err.print(text, style="dim", end="", markup=False, soft_wrap=True)
+            err.print(text, style="dim", end="", soft_wrap=True)
 
     def answer(self, text: str) -> None:
         """Answer text, at once and unchanged: no wrapping, no styles."""
         self._close_reasoning()
-        sys.stdout.write(printable(text, sys.stdout))
-        sys.stdout.flush()
+        write(text)
 
     def end(self) -> None:
         """End the reply with a newline."""

@@ -58,7 +58,7 @@ class Zygote:
 
 def serve() -> None:
     from ds4cli import batch, cli  # noqa: F401 - imported once, for all children
-    from ds4cli.engine import engine  # noqa: F401 - imported once, for all children
+    from ds4cli.engine.engine import engine  # noqa: F401 - imported once, for all children
 
     for line in sys.stdin:
         job = json.loads(line)

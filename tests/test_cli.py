@@ -323,7 +323,8 @@ def test_calls_are_json_lines(monkeypatch):
 
 def test_a_terminal_gets_no_control_characters():
     """Guards: a reply moves the cursor or changes the title of the user's terminal."""
-    assert terminal.printable("a\x1b[2Jb\x07\r\tc\n\x9b", Terminal()) == "a[2Jb\tc\n"
+    shown = "a\\x1b[2Jb\\x07\\x0d\tc\n\\x9b"
+    assert terminal.printable("a\x1b[2Jb\x07\r\tc\n\x9b", Terminal()) == shown
     assert terminal.printable("a\x1b[2J", io.StringIO()) == "a\x1b[2J"
 
 

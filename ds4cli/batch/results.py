@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 from ds4cli.batch.replies import differences, request_id
 from ds4cli.batch.requests import Item, name_key
 from ds4cli.errors import DS4Error, UsageError
+from ds4cli.escapes import visible
 
 FORCE_HINT = "use another `--output`, or `--force` to go on with what differs"
 
@@ -53,7 +54,9 @@ class StreamResults:
         return False
 
     def put(self, item: Item, line: bytes) -> None:
-        """Write an item's output line at its turn."""
+        """Write an item's output line at its turn; a terminal gets it escaped."""
+        if self._stream.isatty():
+            line = visible(line.decode("utf-8", "backslashreplace")).encode("utf-8")
         self._held[item.custom_id] = line
         while self._turns and self._turns[0] in self._held:
             view = memoryview(self._held.pop(self._turns.popleft()))

@@ -6,7 +6,6 @@ What the user gave is checked before anything is loaded.
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -160,7 +159,7 @@ def _compared(old: report.Report, new: report.Report, request: Request) -> bool:
     changes = measure.compare(old.rows, new.rows, request.tolerance)
     if not changes:
         raise UsageError(f"`{request.compare}` has no row in common with this run")
-    terminal.err.print(report.changes(changes), markup=False, soft_wrap=True)
+    terminal.show(report.changes(changes))
     return any(change.is_worse for change in changes)
 
 
@@ -169,7 +168,7 @@ def _draw(rows: Sequence[Any], request: Request) -> None:
         return
     drawn = plot.write(rows, request.plot, "going back: reuse against rebuild")
     if not drawn:
-        terminal.err.print(plot.chart(rows), markup=False, soft_wrap=True)
+        terminal.show(plot.chart(rows))
         terminal.note('no picture was written: `pip install "ds4cli[plot]"` draws it')
 
 
@@ -180,6 +179,6 @@ def _note(text: str, request: Request) -> None:
 
 def _write(text: str, path: Path | None) -> None:
     if path is None:
-        sys.stdout.write(text)
+        terminal.write(text)
     else:
         files.write_text(path, text)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
-from rich.text import Text
 
 from ds4cli import settings, terminal
 from ds4cli.chat import editor, shelf
@@ -277,7 +275,7 @@ def branches(chat: Chat, argument: str) -> None:
     for name, line in transcript.branches().items():
         last = _excerpt(line.turns[-1].content) if line.turns else ""
         mark = "*" if name == transcript.name else ""
-        table.add_row(mark, name, str(len(line.turns)), f"{len(line.tokens):,}", Text(last))
+        table.add_row(mark, name, str(len(line.turns)), f"{len(line.tokens):,}", last)
     terminal.err.print(table)
 
 
@@ -331,14 +329,12 @@ def turns(chat: Chat, argument: str) -> None:
     if argument:
         number = _number(argument, 0)
         text = (line.system or "") if number == 0 else line.turn(number).content
-        return terminal.err.print(terminal.printable(text, sys.stderr), markup=False)
+        return terminal.show(text)
     table = _table("turn", "role", "tokens", "", "text")
-    table.add_row("0", "system", _span(line, 0), "", Text(_excerpt(line.system or "")))
+    table.add_row("0", "system", _span(line, 0), "", _excerpt(line.system or ""))
     for number, turn in enumerate(line.turns, 1):
         reason = turn.finish_reason if turn.is_cut else ""
-        table.add_row(
-            str(number), turn.role, _span(line, number), reason, Text(_excerpt(turn.content))
-        )
+        table.add_row(str(number), turn.role, _span(line, number), reason, _excerpt(turn.content))
     terminal.err.print(table)
 
 
@@ -348,14 +344,14 @@ def _span(line: Line, number: int) -> str:
 
 
 def _excerpt(text: str) -> str:
-    words = " ".join(text.split())
-    return terminal.printable(words[:59] + "…" if len(words) > 60 else words, sys.stderr)
+    words = terminal.one_line(text)
+    return words[:59] + "…" if len(words) > 60 else words
 
 
 def _table(*columns: str) -> Table:
     table = Table(box=None, header_style="dim", pad_edge=False)
     for name in columns:
-        table.add_column(Text(name), overflow="fold")
+        table.add_column(name, overflow="fold")
     return table
 
 
@@ -373,7 +369,7 @@ def stats(chat: Chat, argument: str) -> None:
     for name, size in chat.conversation.session.kept_bytes().items():
         table.add_row(f"kept to go back ({name})", f"{size / 1e6:,.1f} MB")
     terminal.err.print(table)
-    terminal.err.print(str(chat.conversation.engine.capabilities), markup=False, highlight=False)
+    terminal.show(str(chat.conversation.engine.capabilities))
 
 
 @command("raw [on|off]")
@@ -387,8 +383,7 @@ def raw(chat: Chat, argument: str) -> None:
     if not number:
         raise UsageError("there is no reply yet")
     text = chat.line.turn(number).content
-    sys.stdout.write(terminal.printable(text, sys.stdout) + "\n")
-    sys.stdout.flush()
+    terminal.write(text + "\n")
 
 
 # -- changing -------------------------------------------------------------------------------------
@@ -398,7 +393,7 @@ def raw(chat: Chat, argument: str) -> None:
 def system(chat: Chat, argument: str) -> None:
     """Print or replace the system text. The conversation stays, and is read again below it."""
     if not argument:
-        return terminal.err.print(chat.line.system or "(no system text)", markup=False)
+        return terminal.show(chat.line.system or "(no system text)")
     line = chat.conversation.scribe.with_system(chat.line, argument)
     chat.conversation.check_room(line)
     if len(line.tokens) > 2048:
@@ -425,8 +420,7 @@ def set_(chat: Chat, argument: str) -> None:
 def _print_settings(chat: Chat) -> None:
     table = _table("setting", "value")
     for name in SETTABLE:
-        value = str(getattr(chat.settings, name))
-        table.add_row(name, Text(terminal.printable(value, sys.stderr)))
+        table.add_row(name, str(getattr(chat.settings, name)))
     terminal.err.print(table)
 
 
@@ -481,7 +475,7 @@ def sessions(chat: Chat, argument: str) -> None:
     _refuse(argument)
     table = _table("session", "turns", "model", "begins")
     for entry in shelf.entries():
-        table.add_row(entry.name, str(entry.turns), Text(entry.model), Text(_excerpt(entry.first)))
+        table.add_row(entry.name, str(entry.turns), entry.model, _excerpt(entry.first))
     terminal.err.print(table)
 
 
@@ -495,12 +489,12 @@ def help_(chat: Chat, argument: str) -> None:
         found = find(argument.removeprefix("/"))
         if found is None:
             raise UsageError(f"unknown command `{argument}`", settings.nearest(argument, COMMANDS))
-        return terminal.err.print(f"/{found.usage}\n{found.help}", markup=False)
+        return terminal.show(f"/{found.usage}\n{found.help}")
     table = _table("", "")
     for entry in COMMANDS.values():
-        table.add_row(Text(f"/{entry.usage}"), Text(entry.help.split("\n")[0]))
-    table.add_row(Text('""" … """'), Text("a message of several lines; also Alt-Enter"))
-    table.add_row(Text("//text"), Text("send a message that begins with a slash"))
+        table.add_row(f"/{entry.usage}", entry.help.split("\n")[0])
+    table.add_row('""" … """', "a message of several lines; also Alt-Enter")
+    table.add_row("//text", "send a message that begins with a slash")
     terminal.err.print(table)
 
 

@@ -260,8 +260,7 @@ class Chat:
     def print_call(self, call: dict[str, Any]) -> None:
         """A call: a line of JSON for a script, words for a reader."""
         if not self.reader.is_interactive:
-            sys.stdout.write(json.dumps(call, ensure_ascii=False) + "\n")
-            return sys.stdout.flush()
+            return terminal.write(json.dumps(call, ensure_ascii=False) + "\n")
         function = call["function"]
         terminal.note(f"call {function['name']} {function['arguments']}")
         if function["name"] not in self.request.yes_tools:

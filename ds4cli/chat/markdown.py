@@ -13,6 +13,7 @@ from rich.cells import cell_len
 from rich.markdown import Markdown
 
 from ds4cli import terminal
+from ds4cli.escapes import visible
 
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 _LIST = re.compile(r" {0,3}([-*+]|\d{1,9}[.)])\s")
@@ -93,11 +94,11 @@ class MarkdownWriter(terminal.ReplyWriter):
 
     def prime(self, text: str) -> None:
         """Text that was shown already and that the reply goes on from."""
-        self._scanner.push(text)
+        self._scanner.push(visible(text))
 
     def answer(self, text: str) -> None:
         self._close_reasoning()
-        text = terminal.printable(text, sys.stdout)
+        text = visible(text)
         shown = self._scanner.open
         blocks = self._scanner.push(text)
         if blocks and self._erase(shown):
@@ -136,7 +137,7 @@ class MarkdownWriter(terminal.ReplyWriter):
             sys.stdout.write("\n")
         self._written_blocks += 1
         with terminal.out.capture() as rendered:
-            terminal.out.print(Markdown(block))
+            terminal.out.print(Markdown(block, hyperlinks=False))  # links show their target
         # Rich fills lines with spaces, which would come along when the text is copied.
         lines = [line.rstrip(" ") for line in rendered.get().strip("\n").split("\n")]
         sys.stdout.write("\n".join(lines) + "\n")

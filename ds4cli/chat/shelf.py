@@ -49,10 +49,10 @@ def new_name() -> str:
 
 
 def names() -> list[str]:
-    """All sessions, the latest first."""
+    """All sessions, the latest first. A file whose name we would not give is none of ours."""
     folder = settings.state_folder() / "sessions"
     paths = sorted(folder.glob(f"*{journal.SUFFIX}"), key=_age)
-    return [path.stem for path in paths]
+    return [path.stem for path in paths if _NAME.fullmatch(path.stem)]
 
 
 def _age(path: Path) -> float:

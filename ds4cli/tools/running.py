@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds4cli.errors import UsageError
+from ds4cli.escapes import escaped
 from ds4cli.tools.declared import Tool
 
 _CHUNK = 65536
@@ -144,13 +145,7 @@ def _kill(process: subprocess.Popen) -> None:
 def printable(data: bytes) -> str:
     """`data` as text: bytes that are no UTF-8 and control characters become visible escapes."""
     text = data.decode("utf-8", "backslashreplace").replace("\r\n", "\n")
-    return "".join(c if c in "\n\t" or c.isprintable() else _escape(c) for c in text)
-
-
-def _escape(char: str) -> str:
-    code = ord(char)
-    width, letter = (2, "x") if code < 0x100 else (4, "u") if code < 0x10000 else (8, "U")
-    return f"\\{letter}{code:0{width}x}"
+    return "".join(c if c in "\n\t" or c.isprintable() else escaped(c) for c in text)
 
 
 def encode_plain(tokenizer: Any, text: str) -> list[int]:
