@@ -1,8 +1,9 @@
 """Tiny random models, one or more per cache family of mlx-lm: CPU-sized, float32, no files.
 
 `CFG` maps a name to the smallest configuration of that architecture that still has every layer
-kind; `build` makes the model. A name is an `mlx_lm.models` module, or `module:variant`; with an
-older mlx-lm, which lacks the module, the test is skipped.
+kind, in sizes that are legal for every kernel (on Metal, states of whole groups of 32); `build`
+makes the model, `quantise` packs its weights to 4 bits. A name is an `mlx_lm.models` module, or
+`module:variant`; with an older mlx-lm, which lacks the module, the test is skipped.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
@@ -31,6 +33,19 @@ def build(name: str, seed: int = 0, scale: float | None = None, dtype=mx.float32
         model.update(tree_map(lambda p: p * scale if p.ndim >= 2 else p, model.parameters()))
     mx.eval(model.parameters())
     model.eval()
+    return model
+
+
+def quantise(model):
+    """Its weights packed to 4 bits, where mlx-lm packs them."""
+    chosen = getattr(model, "quant_predicate", None) or (lambda path, module: True)
+
+    def packs(path, module):
+        fits = hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+        return fits and chosen(path, module)
+
+    nn.quantize(model, group_size=32, bits=4, class_predicate=packs)
+    mx.eval(model.parameters())
     return model
 
 
@@ -305,7 +320,7 @@ CFG: dict[str, dict] = {
         vocab_size=V,
         hidden_size=64,
         intermediate_size=128,
-        state_size=16,
+        state_size=32,
         num_hidden_layers=2,
         layer_norm_epsilon=1e-5,
         conv_kernel=4,
@@ -328,7 +343,7 @@ CFG: dict[str, dict] = {
         mamba_num_heads=4,
         mamba_head_dim=32,
         mamba_proj_bias=False,
-        ssm_state_size=16,
+        ssm_state_size=32,
         conv_kernel=4,
         n_groups=1,
         mlp_bias=False,
@@ -350,7 +365,7 @@ CFG: dict[str, dict] = {
         mamba_d_ssm=128,
         mamba_d_head=32,
         mamba_n_heads=4,
-        mamba_d_state=16,
+        mamba_d_state=32,
         vocab_size=V,
     ),
     "granitemoehybrid": dict(
@@ -368,7 +383,7 @@ CFG: dict[str, dict] = {
         mamba_n_heads=4,
         mamba_d_head=32,
         mamba_proj_bias=False,
-        mamba_d_state=16,
+        mamba_d_state=32,
         mamba_d_conv=4,
         mamba_n_groups=1,
         mamba_conv_bias=True,
@@ -380,7 +395,7 @@ CFG: dict[str, dict] = {
         num_attention_heads=4,
         num_key_value_heads=2,
         hidden_size_per_head=16,
-        mamba_d_state=16,
+        mamba_d_state=32,
         mamba_num_heads=4,
         intermediate_size=128,
         vocab_size=V,

@@ -64,6 +64,10 @@ def owns(module: nn.Module) -> bool:
 
 
 def arm(module: nn.Module, swaps: Swaps) -> None:
+    """Also holds A_log as float32. Of a half-precision one, mlx-lm's Metal kernel for one row takes
+    float(A_log), and its form for several rows, like a replay, exp(A_log) rounded to half: states
+    that differ by more than a replay may."""
+    module.A_log = module.A_log.astype(mx.float32)
     swaps.swap(module, _recording(type(module)))
     arm_convolutions(module, swaps)
 
