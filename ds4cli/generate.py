@@ -174,12 +174,15 @@ def load_engine(
     quiet: bool = False,
     verbose: bool = False,
 ) -> Engine:
-    """Load the engine, with a spinner unless `quiet` and notices if `verbose`."""
+    """Load the engine, with a spinner unless `quiet` and notices if `verbose`. What takes from the
+    model what this program is for is said without `verbose` too."""
     begin = time.perf_counter()
     with terminal.status(f"loading {settings.model}") if not quiet else contextlib.nullcontext():
         engine = _engine_class().load(before_weights=before_weights, **_fields(settings))
     if settings.model == "builtin" and not quiet:
         terminal.note(BUILTIN_NOTE)
+    if engine.refusal and not quiet:
+        terminal.note(engine.refusal)
     if verbose:
         terminal.note(f"loaded {settings.model} in {time.perf_counter() - begin:.1f} s")
         for line in [*blas.notices(), *precision.notices(), *engine.notices]:
@@ -351,6 +354,7 @@ def report(engine: Engine, session: Session, completion: Completion) -> dict[str
             "discarded_tokens": stats.discarded_tokens,
             "replayed_tokens": stats.replayed_tokens,
             "tape_bytes": kept["horizon"] + kept["checkpoints"],
+            "replay_refused": engine.refusal,
         },
         "seed": settings.seed,
         "settings": asdict(settings),

@@ -15,6 +15,7 @@ class FakeEngine:
 
     pieces: tuple[str, ...] = ("Hello", " world")
     loaded: list[Settings]
+    refusal = ""
 
     def __init__(self, **settings: Any) -> None:
         self.settings = Settings(**settings)

@@ -25,7 +25,7 @@ def install(monkeypatch) -> list[str]:
         if find_spec(f"mlx_lm.models.{name}"):
             import_module(f"mlx_lm.models.{name}")
     kernels = [(gated_delta, gated_delta_kernel), (ssm, ssm_update_kernel)]
-    kernels += [(import_module("ds4cli.delta"), gated_delta_kernel)]
+    kernels += [(import_module("ds4cli.hooks.delta"), gated_delta_kernel)]
     if find_spec("mlx_lm.models.rwkv7"):
         kernels.append((import_module("mlx_lm.models.rwkv7"), wkv7_kernel))
     for module, kernel in kernels:

@@ -20,7 +20,7 @@ from ds4cli.bench.reference import Reference, stock
 from ds4cli.bench.scenarios import SCENARIOS
 from ds4cli.cli import app
 from ds4cli.errors import UsageError
-from ds4cli.tape import Tape
+from ds4cli.tape import Tape, Verdict
 
 SMALL = Matrix(
     contexts=(48,),
@@ -167,7 +167,7 @@ def test_the_check_holds_on_every_family(name):
 
 def test_the_check_holds_where_replay_is_refused(monkeypatch):
     """Where tokens are fed again instead, nothing can be gone forward to without feeding."""
-    monkeypatch.setattr("ds4cli.engine.engine.self_check", lambda *args: float("inf"))
+    monkeypatch.setattr("ds4cli.engine.engine.self_check", lambda *args: Verdict(float("inf")))
     lab = lab_of("qwen3_next")
     assert lab.engine.capabilities.recurrences == []
     findings = list(check.examine(lab, [19]))

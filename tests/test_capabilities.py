@@ -6,6 +6,7 @@ from tiny import build
 
 from ds4cli.caches import UnsupportedCache
 from ds4cli.errors import UsageError
+from ds4cli.tape import Verdict
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -41,11 +42,12 @@ def test_every_layer_kind_is_named_with_its_cost():
 
 def test_a_refused_replay_is_admitted(monkeypatch):
     """A replay that differs from the model is not promised, and a notice says by how much."""
-    monkeypatch.setattr("ds4cli.engine.engine.self_check", lambda *args: 3.5)
+    monkeypatch.setattr("ds4cli.engine.engine.self_check", lambda *args: Verdict(3.5))
     eng = engine("qwen3_next")
     assert "fed again (replay is refused" in str(eng.capabilities)
     assert eng.capabilities.max_rollback == 0
-    assert any("differs from this model by 3.5 times" in notice for notice in eng.notices)
+    assert "differs from this model by 3.5 times" in eng.refusal
+    assert eng.refusal in str(eng.capabilities)
 
 
 def test_an_unknown_cache_is_refused_by_name():

@@ -260,6 +260,15 @@ def test_by_default_nothing_but_the_reply():
     assert (result.stdout, result.stderr) == ("Hello world\n", "")
 
 
+def test_a_refused_replay_is_said_without_being_asked(monkeypatch):
+    """Guards: going back is slow on this model, and only `-v` says so."""
+    monkeypatch.setattr(FakeEngine, "refusal", "going back feeds tokens again")
+    assert run("hi").stderr == "going back feeds tokens again\n"
+    assert run("hi", "-q").stderr == ""
+    found = json.loads(run("hi", "--json", "-q").stdout)
+    assert found["rewind"]["replay_refused"] == "going back feeds tokens again"
+
+
 def test_no_stream_prints_the_same():
     """Guards: `--no-stream` loses or repeats text."""
     FakeEngine.pieces = ("<think>why</think>", "so")
@@ -304,7 +313,8 @@ def test_json_is_one_object_with_the_promised_fields():
     assert found["timings"]["predicted_per_second"] == 8.0 and found["timings"]["prompt_n"] == 4
     assert (found["timings"]["draft_n"], found["timings"]["draft_n_accepted"]) == (4, 3)
     assert found["speculative"]["accept_counts"] == [1, 0, 1]
-    assert set(found["rewind"]) == {"count", "discarded_tokens", "replayed_tokens", "tape_bytes"}
+    rewind = {"count", "discarded_tokens", "replayed_tokens", "tape_bytes", "replay_refused"}
+    assert set(found["rewind"]) == rewind
     assert found["rewind"]["tape_bytes"] == 7
     assert found["seed"] == 3 and set(found["settings"]) == set(OPTIONS)
     assert result.stderr == ""

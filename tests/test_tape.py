@@ -10,6 +10,7 @@ from itertools import chain
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+import simulated_metal
 import tiny
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
@@ -166,7 +167,59 @@ def test_states_inside_a_call_are_those_of_its_rows(name, monkeypatch):
 def test_self_check_accepts_every_family(armed):
     """The check that guards a load refusing a family that replays correctly."""
     model, recorder = armed
-    assert self_check(model, recorder, lambda: make_prompt_cache(model)) < 0.5
+    assert self_check(model, recorder, lambda: make_prompt_cache(model)).difference < 0.5
+
+
+@pytest.fixture(params=["this device", "simulated Metal"])
+def backend(request, monkeypatch):
+    """Where a model runs; returns what the simulated kernels note, None on this device."""
+    simulated_metal.half_experts(monkeypatch)
+    mx.disable_compile()  # hundreds of shapes, each run once
+    yield simulated_metal.install(monkeypatch) if request.param != "this device" else None
+    mx.enable_compile()
+
+
+def stored(name, kind):
+    """A tiny model with its weights as users have them."""
+    model = tiny.build(name, scale=1.5, dtype=mx.float32 if kind == "float32" else mx.bfloat16)
+    return tiny.quantise(model) if kind == "4 bit" else model
+
+
+STORED = ["float32", "bfloat16", "4 bit"]
+
+
+@pytest.mark.parametrize("kind", STORED)
+@pytest.mark.parametrize("name", RECURRENT)
+def test_self_check_accepts_every_family_as_stored_on_every_backend(name, kind, backend):
+    """A family that loses its rewinds on the machines and with the weights that most users have."""
+    model = stored(name, kind)
+    recorder = Recorder.arm(model)
+    assert self_check(model, recorder, lambda: make_prompt_cache(model)).difference < 0.7
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "rwkv7"])
+def test_the_simulated_kernels_run(name, monkeypatch):
+    """A simulation that no model calls: the checks above would say nothing about Metal."""
+    calls = simulated_metal.install(monkeypatch)
+    model = tiny.build(name)
+    caches = fresh(model, PROMPT, NEXT, NEXT)
+    assert calls and caches
+
+
+@pytest.mark.parametrize(
+    "name", ["mamba2", "nemotron_h", "falcon_h1", "granitemoehybrid", "plamo2"]
+)
+def test_mamba2_on_metal_is_the_same_in_blocks_and_in_single_rows(name, monkeypatch):
+    """Metal's kernel for one row and its form for several computing with different decays, because
+    A_log is stored in half precision: drafts change the text and going back feeds tokens again."""
+    simulated_metal.install(monkeypatch)
+    model = stored(name, "bfloat16")
+    Recorder.arm(model)
+    mixers = [m for m in model.modules() if hasattr(m, "A_log")]
+    assert mixers and all(m.A_log.dtype == mx.float32 for m in mixers)
+    block = fresh(model, PROMPT, BLOCK)
+    singles = fresh(model, PROMPT, *[BLOCK[i : i + 1] for i in range(len(BLOCK))])
+    assert error([slots(block)[0]], [slots(singles)[0]]) < 1e-5, "the first layer has equal input"
 
 
 def test_two_calls_in_one_recording_are_one_tape():
@@ -208,7 +261,49 @@ def test_self_check_refuses_a_wrong_replay(monkeypatch):
         "replay",
         classmethod(lambda cls, t, s, n: [x * 1.01 for x in replay(cls, t, s, n)]),
     )
-    assert self_check(model, recorder, lambda: make_prompt_cache(model)) > 1
+    assert not self_check(model, recorder, lambda: make_prompt_cache(model)).accepts
+
+
+def test_self_check_says_what_was_raised(monkeypatch):
+    """A failure inside a replay read as a difference without measure: nobody learns what broke."""
+    model = tiny.build("mamba2")
+    recorder = Recorder.arm(model)
+
+    def fail(*args):
+        raise TypeError("replay() takes other arguments now\nand more lines")
+
+    monkeypatch.setattr(Tape, "replay", fail)
+    verdict = self_check(model, recorder, lambda: make_prompt_cache(model))
+    assert not verdict.accepts
+    said = "replaying the recurrences fails: TypeError: replay() takes other arguments now"
+    assert str(verdict) == said
+
+
+@pytest.mark.parametrize("name", ["bailing_moe_linear", "bailing_hybrid", "rwkv7"])
+def test_many_single_rows_in_half_precision_are_replayed_as_they_were_rounded(name, backend):
+    """A model that rounds its state, or what it adds to it, at every row, and a replay that does
+    not: after 128 rows they are far apart, and a session that goes back is in another state."""
+    model = stored(name, "bfloat16")
+    recorder = Recorder.arm(model)
+    caches = fresh(model, PROMPT)
+    starts = slots(caches)
+    tapes = [record(model, recorder, caches, tiny.ids(1, i)) for i in range(128)]
+    tapes.append(record(model, recorder, caches, BLOCK))
+    tape = Tape.concat(tapes)
+    assert error(tape.replay(starts, tape.rows), slots(caches)) < 1e-5
+    halfway = tape.replay(starts, 100)
+    assert error(tape.tail(tape.rows - 100).replay(halfway, tape.rows - 100), slots(caches)) < 1e-5
+    assert error(tape.compact().replay(starts, 100), halfway) == 0
+
+
+def test_the_self_check_sees_what_adds_up_over_many_rows(monkeypatch):
+    """A replay that is right for five rows and drifts away in a long reply, accepted."""
+    from ds4cli.tape.families.lightning import GlaRows
+
+    model = stored("bailing_moe_linear", "bfloat16")
+    recorder = Recorder.arm(model)
+    monkeypatch.setattr(GlaRows, "in_half", False)
+    assert not self_check(model, recorder, lambda: make_prompt_cache(model)).accepts
 
 
 def test_recording_changes_no_output_and_evaluates_nothing(monkeypatch):
@@ -316,7 +411,7 @@ def test_models_without_recurrent_caches_need_no_tape():
     with recorder.recording(arrays_caches(caches)) as tape:
         feed(model, caches, BLOCK)
     assert tape.rows == 0
-    assert self_check(model, recorder, lambda: make_prompt_cache(model)) == 0
+    assert self_check(model, recorder, lambda: make_prompt_cache(model)).difference == 0
 
 
 @pytest.mark.parametrize("name", ["mamba2", "lfm2", "qwen3_5", "kimi_linear"])
@@ -326,7 +421,7 @@ def test_unknown_modules_are_replayed_as_leaves(name, monkeypatch):
     model = tiny.build(name)
     recorder = Recorder.arm(model)
     assert [f.startswith("leaf (") for f in recorder.families] == [True]
-    assert self_check(model, recorder, lambda: make_prompt_cache(model)) < 0.5
+    assert self_check(model, recorder, lambda: make_prompt_cache(model)).difference < 0.5
     caches = fresh(model, PROMPT)
     starts = slots(caches)
     tape = record(model, recorder, caches, BLOCK)
@@ -362,7 +457,8 @@ def test_a_leaf_that_takes_positions_is_refused(monkeypatch):
     recorder = Recorder.arm(model)
     with pytest.raises(ModelError, match="takes a `int`"):
         record(model, recorder, make_prompt_cache(model), BLOCK)
-    assert self_check(model, recorder, lambda: make_prompt_cache(model)) == float("inf")
+    verdict = self_check(model, recorder, lambda: make_prompt_cache(model))
+    assert not verdict.accepts and "ModelError: `" in str(verdict) and "a `int`" in str(verdict)
 
 
 def test_kimi_k3_is_never_recorded_compiled(monkeypatch):

@@ -52,6 +52,7 @@ def _model(engine: Engine) -> dict[str, Any]:
         "quantization_bits": bits(engine.model),
         "cache_kinds": {layer.kind: layer.count for layer in engine.capabilities.layers},
         "recurrences": engine.capabilities.recurrences,
+        "replay_refused": engine.refusal,
         "settings": {
             name: getattr(settings, name)
             for name in ("horizon_tokens", "rewind_mb", "prefill_step_size", "kv_bits", "dtype")

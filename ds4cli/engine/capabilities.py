@@ -32,22 +32,25 @@ class Capabilities:
     """How a model rewinds.
 
     layers: per cache kind. recurrences: what the tape replays. max_rollback: positions that are
-    always free to go back to (None: any depth, by a cut).
+    always free to go back to (None: any depth, by a cut). refusal: why nothing is replayed.
     """
 
     layers: list[LayerKind]
     recurrences: list[str]
     max_rollback: int | None
+    refusal: str = ""
 
     def __str__(self) -> str:
         lines = [str(layer) for layer in self.layers]
         if self.recurrences:
             lines.append("replayed recurrences: " + ", ".join(self.recurrences))
+        if self.refusal:
+            lines.append(self.refusal)
         free = "any depth" if self.max_rollback is None else f"the last {self.max_rollback} tokens"
         return "\n".join([*lines, f"free to go back: {free}"])
 
 
-def survey(timeline: Timeline, recorder: Recorder | None) -> Capabilities:
+def survey(timeline: Timeline, recorder: Recorder | None, refusal: str = "") -> Capabilities:
     """Find the capabilities out with one model call on two tokens. `timeline` is used up."""
     timeline.sync([0, 0])
     kinds: dict[str, list[LayerAdapter]] = {}
@@ -55,7 +58,7 @@ def survey(timeline: Timeline, recorder: Recorder | None) -> Capabilities:
         kinds.setdefault(adapter.kind, []).append(adapter)
     layers = [_layer_kind(timeline, kind, adapters) for kind, adapters in kinds.items()]
     recurrences = [] if recorder is None else list(recorder.families)
-    return Capabilities(layers, recurrences, timeline.free_tokens())
+    return Capabilities(layers, recurrences, timeline.free_tokens(), refusal)
 
 
 def _layer_kind(timeline: Timeline, kind: str, adapters: list[LayerAdapter]) -> LayerKind:
@@ -63,5 +66,5 @@ def _layer_kind(timeline: Timeline, kind: str, adapters: list[LayerAdapter]) -> 
     if kind == "recurrent":
         cost = timeline.tape_bytes_per_token
         if timeline.recorder is None:
-            how = "a kept state restored, what follows fed again (replay is refused: it differs)"
+            how = "a kept state restored, what follows fed again (replay is refused)"
     return LayerKind(kind, len(adapters), how, cost)

@@ -41,6 +41,7 @@ class Armed:
 
     recorder: Recorder | None
     notices: list[str]
+    refusal: str = ""  # why the recurrences are not replayed
 
     @classmethod
     def of(cls, model: Any) -> Armed:
@@ -54,20 +55,17 @@ class Armed:
         return armed
 
 
-def _recorder(model: Any) -> tuple[Recorder | None, list[str]]:
-    """The model's recorder; None, with a notice, where its replay differs from the model."""
+def _recorder(model: Any) -> tuple[Recorder | None, list[str], str]:
+    """The model's recorder and notices; None, and why, where its replay differs from the model."""
     if all(a.seekable for a in adapt(build_caches(model, 0))):
-        return None, []
+        return None, [], ""
     recorder = Recorder.arm(model)
     notices = [f"recurrent layers replay whole modules: {n}" for n in leaves(recorder.families)]
-    difference = self_check(model, recorder, lambda: build_caches(model, 0))
-    if difference <= 1:
-        return recorder, notices
+    verdict = self_check(model, recorder, lambda: build_caches(model, 0))
+    if verdict.accepts:
+        return recorder, notices, ""
     recorder.disarm()
-    return None, [
-        f"replaying the recurrences differs from this model by {difference:.2g} times what is "
-        "allowed, so going back feeds tokens again"
-    ]
+    return None, [], f"{verdict}, so going back feeds tokens again"
 
 
 def leaves(families: Sequence[str]) -> list[str]:
@@ -106,10 +104,16 @@ class Engine(Vocabulary):
             check_kv_bits(model, settings.kv_bits, settings.kv_group_size)
         self.notices += Armed.of(model).notices
 
+    @property
+    def refusal(self) -> str:
+        """Why this model's recurrences are not replayed; empty where they are, or it has none."""
+        return Armed.of(self.model).refusal
+
     @cached_property
     def capabilities(self) -> Capabilities:
         """How this model goes back, and what that costs; found out when first asked for."""
-        return survey(self._timeline(self.model), Armed.of(self.model).recorder)
+        armed = Armed.of(self.model)
+        return survey(self._timeline(self.model), armed.recorder, armed.refusal)
 
     @classmethod
     def load(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 
@@ -59,6 +59,10 @@ class Tape:
     def has_stops(self) -> bool:
         """Whether all layers can leave their states inside a long call."""
         return all(t.has_stops for t in self._tracks())
+
+    def slots_that(self, are: Callable[[Track], bool]) -> list[list[bool]]:
+        """Per cache and slot, whether its tracks are so."""
+        return [[are(tracks[0]) for tracks in slots] for slots in self._layers]
 
     def stops(self) -> list[int]:
         """Rows after which every state is on the tape, so that `replay` computes none."""

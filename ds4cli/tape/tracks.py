@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 import mlx.core as mx
+
+HALF = (mx.float16, mx.bfloat16)
 
 
 def spans(lengths: Iterable[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -29,15 +32,22 @@ class Track:
 
     comes_with_step: the model call computes `data` itself, on the way to its own outputs.
     has_stops: a long call can leave what the slot was in the middle of it, see `stops`.
+    recomputes: a replay runs projections of the model again, as precise as the type of its rows.
     """
 
     data: tuple[mx.array, ...]
     comes_with_step: ClassVar[bool] = False
     has_stops: ClassVar[bool] = False
+    recomputes: ClassVar[bool] = False
 
     @property
     def rows(self) -> int:
         return self.data[0].shape[1]
+
+    @property
+    def in_half(self) -> bool:
+        """Whether some of the rows are in half precision."""
+        return any(x.dtype in HALF for x in self.data)
 
     def cut(self, start: int, stop: int) -> Track:
         """Rows start .. stop (views)."""
@@ -80,6 +90,31 @@ class Track:
 
 def _compact(arrays: Sequence[mx.array]) -> mx.array:
     return mx.concatenate(arrays, axis=1) if len(arrays) > 1 else mx.contiguous(arrays[0])
+
+
+@dataclass
+class CallRows(Track):
+    """Rows of which the model rounds something in each of its calls, where they are in half
+    precision: a replay that does not moves away from the model call by call.
+
+    calls: the rows of each call.
+    """
+
+    calls: tuple[int, ...]
+
+    def cut(self, start: int, stop: int) -> Track:
+        calls = tuple(b - a for _, a, b in spans(self.calls, start, stop))
+        return replace(super().cut(start, stop), calls=calls)
+
+    @classmethod
+    def join(cls, tracks: Sequence[CallRows]) -> Track:
+        calls = tuple(rows for t in tracks for rows in t.calls)
+        return replace(super().join(tracks), calls=calls)
+
+    def slices(self, rows: int) -> list[slice]:
+        """The first `rows` rows call by call."""
+        ends = [0, *accumulate(b - a for _, a, b in spans(self.calls, 0, rows))]
+        return [slice(a, b) for a, b in pairwise(ends)]
 
 
 @dataclass

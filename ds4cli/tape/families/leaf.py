@@ -40,6 +40,7 @@ class LeafRows(Track):
     module: nn.Module
     args: tuple
     kwargs: dict
+    recomputes = True
 
     def key(self, start):
         return id(self.module)

@@ -2,7 +2,9 @@
 
     S_t = exp(g) S_{t-1} + k_t v_t^T          (g: one constant per head)
 
-A row is k and v. The state after n rows is one product.
+A row is k and v. The state after n rows is one product; except in half precision, where the model
+rounds k v^T, or the state itself, at every row that it is fed alone: then its own function runs
+again, call by call.
 """
 
 from __future__ import annotations
@@ -16,24 +18,28 @@ import mlx.nn as nn
 
 from ds4cli.hooks.rebind import Swaps, calls, rebound
 from ds4cli.tape import frames
-from ds4cli.tape.tracks import Track
+from ds4cli.tape.tracks import CallRows
 
 name = "lightning attention"
 
 
 @dataclass
-class GlaRows(Track):
-    """data: k (1, T, H, K), v (1, T, H, V). gate (H,): log decay. dtype: of the state."""
+class GlaRows(CallRows):
+    """data: k (1, T, H, K), v (1, T, H, V). gate (H,): log decay. dtype: of the state.
+    recurrence: what the model calls."""
 
     gate: mx.array
     dtype: mx.Dtype
+    recurrence: Callable
 
     def key(self, start):
         k, v = self.data
-        return k.shape, v.shape, self.dtype, start is None
+        return k.shape, v.shape, self.calls, self.dtype, start is None
 
     @classmethod
     def replay(cls, tracks, starts, rows):
+        if tracks[0].in_half:
+            return cls._by_calls(tracks, starts, rows)
         k, v = cls.stack(tracks, rows)
         gate = mx.stack([t.gate.reshape(-1) for t in tracks]).astype(mx.float32)
         later = mx.arange(rows - 1, -1, -1)[:, None]
@@ -42,6 +48,19 @@ class GlaRows(Track):
         if starts[0] is not None:
             out += mx.exp(gate * rows)[..., None, None] * mx.concatenate(starts)
         return mx.split(out.astype(tracks[0].dtype), len(tracks))
+
+    @classmethod
+    def _by_calls(cls, tracks, starts, rows):
+        """All layers at once, as the heads of one."""
+        k, v = (x.swapaxes(1, 2).flatten(0, 1)[None] for x in cls.stack(tracks, rows))
+        gate = mx.concatenate([t.gate.reshape(-1) for t in tracks])
+        state = None if starts[0] is None else mx.concatenate(starts, axis=1)
+        advance = tracks[0].recurrence
+        for call in tracks[0].slices(rows):
+            # Any q will do: only outputs depend on it.
+            part = k[:, :, call]
+            _, state = advance(part, part, v[:, :, call], gate, scale=1.0, h=state)
+        return mx.split(state, len(tracks), axis=1)
 
 
 def owns(module: nn.Module) -> bool:
@@ -63,7 +82,8 @@ def _recorded(recurrence: Callable) -> Callable:
         y, state = recurrence(q, k, v, g, *args, **kwargs)
         frame = frames.current()
         if frame is not None:
-            frame.add_state(GlaRows((k.swapaxes(1, 2), v.swapaxes(1, 2)), g, state.dtype))
+            data, calls = (k.swapaxes(1, 2), v.swapaxes(1, 2)), (k.shape[2],)
+            frame.add_state(GlaRows(data, calls, g, state.dtype, recurrence))
         return y, state
 
     return recurrent_gla

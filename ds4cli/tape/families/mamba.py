@@ -30,6 +30,7 @@ class ScanRows(Track):
     """data: x (1, T, D). mixer: the module whose `ssm_step` took it."""
 
     mixer: nn.Module
+    recomputes = True
 
     @classmethod
     def replay(cls, tracks, starts, rows):

@@ -4,13 +4,15 @@ channel mixing.
     S_t = S_{t-1} (diag(w_t) + a_t b_t^T) + v_t k_t^T
 
 A row of the state is w, k, v, a, b (not r, which only makes outputs). The layers of one shape are
-replayed as one batch.
+replayed as one batch: in chunks, or, where the state is in half precision and so rounded in every
+call, by the model's own function call by call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,7 +20,7 @@ import mlx.nn as nn
 from ds4cli.hooks import delta
 from ds4cli.hooks.rebind import Swaps, derived
 from ds4cli.tape import frames
-from ds4cli.tape.tracks import Tail, Track
+from ds4cli.tape.tracks import HALF, CallRows, Tail
 
 name = "RWKV-7"
 
@@ -26,22 +28,36 @@ _CHUNK = delta.CHANNEL_CHUNK
 
 
 @dataclass
-class WkvRows(Track):
-    """data: w, k, v, a, b, each (1, T, H, D)."""
+class WkvRows(CallRows):
+    """data: w, k, v, a, b, each (1, T, H, D). dtype: of the state. advance: what the model calls
+    to move it."""
 
     dtype: mx.Dtype
+    advance: Callable
 
     def key(self, start):
-        return self.data[0].shape, self.dtype, start is None
+        return self.data[0].shape, self.calls, self.dtype, start is None
 
     @classmethod
     def replay(cls, tracks, starts, rows):
+        if tracks[0].dtype in HALF:
+            return cls._by_calls(tracks, starts, rows)
         stacked = (x.astype(mx.float32).swapaxes(1, 2) for x in cls.stack(tracks, rows))
         w, k, v, a, b = stacked
         state = _state(tracks, starts)
         for i in range(0, rows, _CHUNK):
             state = _advance(state, *(x[:, :, i : i + _CHUNK] for x in (w, k, v, a, b)))
         return mx.split(state.astype(tracks[0].dtype), len(tracks))
+
+    @classmethod
+    def _by_calls(cls, tracks, starts, rows):
+        first, columns = tracks[0], cls.stack(tracks, rows)
+        state = None if starts[0] is None else mx.concatenate(starts)
+        for call in first.slices(rows):
+            part = [x[:, call] for x in columns]
+            # Any r of its type will do: only outputs depend on it.
+            _, state = first.advance(part[1].astype(first.dtype), *part, state)
+        return mx.split(state, len(tracks))
 
 
 def _state(tracks: list[WkvRows], starts: list[mx.array | None]) -> mx.array:
@@ -84,10 +100,11 @@ def arm(module: nn.Module, swaps: Swaps) -> None:
 @cache
 def _time_mixing(cls: type) -> type:
     def _wkv7(self, r, w, k, v, a, b, state):
-        y, after = cls._wkv7(self, r, w, k, v, a, b, state)
+        advance = partial(cls._wkv7, self)
+        y, after = advance(r, w, k, v, a, b, state)
         frame = frames.current()
         if frame is not None:
-            frame.add(WkvRows((w, k, v, a, b), after.dtype))
+            frame.add(WkvRows((w, k, v, a, b), (w.shape[1],), after.dtype, advance))
         return y, after
 
     return frames.framed(derived(cls, _wkv7))
