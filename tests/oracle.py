@@ -151,13 +151,15 @@ def failing_layer(model, index: int, error: type[BaseException] = KeyboardInterr
 
 
 class Interrupt:
-    """Ctrl-C before one line of some functions: the `nth` that runs within the `with` block.
+    """Ctrl-C, or another error, before one line of some functions: the `nth` that runs within the
+    `with` block.
 
     struck: whether so many lines ran.
     """
 
-    def __init__(self, functions: Sequence[Callable], nth: int):
+    def __init__(self, functions: Sequence[Callable], nth: int, error: type[BaseException]):
         self.struck = False
+        self._error = error
         self._codes = {function.__code__ for function in functions}
         self._left = nth
 
@@ -167,7 +169,7 @@ class Interrupt:
 
     def __exit__(self, kind, *_: object) -> bool:
         sys.settrace(self._was)
-        return kind is KeyboardInterrupt and self.struck
+        return kind is self._error and self.struck
 
     def _enter_frame(self, frame, *_: object) -> Callable | None:
         return self._line if frame.f_code in self._codes else None
@@ -176,18 +178,20 @@ class Interrupt:
         if event == "line":
             if self._left == 0:
                 self.struck = True
-                raise KeyboardInterrupt("planted")
+                raise self._error("planted")
             self._left -= 1
         return self._line
 
 
-def interrupts(*functions: Callable) -> Iterator[Interrupt]:
+def interrupts(
+    *functions: Callable, error: type[BaseException] = KeyboardInterrupt
+) -> Iterator[Interrupt]:
     """An `Interrupt` for each line of the functions that runs, and a last one that never strikes.
 
     Enter each once, around the same work.
     """
     for nth in count():
-        interrupt = Interrupt(functions, nth)
+        interrupt = Interrupt(functions, nth, error)
         yield interrupt
         if not interrupt.struck:
             return

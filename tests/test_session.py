@@ -1,12 +1,14 @@
 """The speculative loop from outside: streams left, moved, forked; checkpoints; counters."""
 
+import threading
 from functools import lru_cache
 
 import pytest
-from oracle import FAMILIES, Letters, check, engine, plain, prompt
+from oracle import FAMILIES, Letters, check, engine, interrupts, plain, prompt
 from tiny import build
 
-from ds4cli.errors import ModelError
+from ds4cli.drafters.ngram import NgramDrafter, _Chain
+from ds4cli.errors import ModelError, StateError
 from ds4cli.settings import Settings
 
 MORE_FAMILIES = (
@@ -180,3 +182,45 @@ def test_forks_of_forks_write_and_go_back(name):
     for s in (*forks, session, session.fork()):
         s.sync([*s.tokens, 3, 4])
         check(model(name), s)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_error_at_any_line_of_the_index_leaves_a_usable_session(error):
+    """Links half undone made every later move fail with a `KeyError`."""
+    work = NgramDrafter.rewind, NgramDrafter._index, _Chain.extend, _Chain.drop
+    struck = 0
+    for interrupt in interrupts(*work, error=error):
+        session = session_of("llama", [1, 2, 3] * 8, drafter="ngram", speculate="always")
+        session.step(max_tokens=3)
+        with interrupt:
+            session.rewind(20)
+            session.step(max_tokens=3)
+        struck += interrupt.struck
+        for pos in (19, 3, 2):
+            session.rewind(pos)
+            session.step(max_tokens=3)
+        assert session.tokens[:2] == [1, 2]
+        check(model("llama"), session)
+    assert struck > 20
+
+
+def test_a_session_says_which_thread_owns_it(tmp_path):
+    """In a second thread MLX failed with a bare `RuntimeError` about streams."""
+    session, said = session_of("llama", prompt(9)), []
+    empty = engine("llama", model=model("llama")).session()
+    uses = session.step, session.fork, lambda: session.rewind(3), lambda: session.sync([1])
+
+    def elsewhere():
+        empty.sync(prompt(5))  # nobody's yet
+        for use in (*uses, lambda: session.save(str(tmp_path / "s"))):
+            try:
+                use()
+            except StateError as error:
+                said.append(error.message)
+
+    thread = threading.Thread(target=elsewhere, name="second")
+    thread.start()
+    thread.join(60)
+    assert said == ["this session belongs to the thread `MainThread`, not `second`"] * 5
+    assert (session.pos, empty.pos) == (9, 5)
+    session.step()

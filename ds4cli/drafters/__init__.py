@@ -60,6 +60,10 @@ class Drafter:
         From there on tokens may differ from what was seen.
         """
 
+    def forget(self) -> None:
+        """An error or an interrupt cut a call of this drafter short: begin anew, knowing nothing of
+        the text. For drafters whose own books could be left half written."""
+
     def use(self, sampler: Sampler) -> None:
         """The session samples otherwise from here on."""
 

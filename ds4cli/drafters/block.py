@@ -360,6 +360,9 @@ class BlockDrafter(Drafter):
     def rewind(self, pos: int) -> None:
         self._context.seek(pos)
 
+    def forget(self) -> None:
+        self._context = Context(self._head)
+
     def use(self, sampler: Sampler) -> None:
         self._sampler = sampler
 

@@ -39,6 +39,10 @@ class CombinedDrafter(Drafter):
         for part in self._parts:
             part.rewind(pos)
 
+    def forget(self) -> None:
+        for part in self._parts:
+            part.forget()
+
     def use(self, sampler: Sampler) -> None:
         for part in self._parts:
             part.use(sampler)

@@ -188,6 +188,9 @@ class MtpDrafter(Drafter):
     def rewind(self, pos: int) -> None:
         self._sure = min(self._sure, pos - 1)
 
+    def forget(self) -> None:
+        self._begin(0)
+
     def use(self, sampler: Sampler) -> None:
         self._sampler = sampler
 

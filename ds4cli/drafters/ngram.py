@@ -47,6 +47,9 @@ class NgramDrafter(Drafter):
             chain.drop(self._tokens, pos)
         del self._tokens[pos:]
 
+    def forget(self) -> None:
+        self._clear()
+
     def fork(self) -> NgramDrafter:
         return NgramDrafter()  # indexed again when first asked
 

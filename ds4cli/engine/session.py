@@ -8,8 +8,10 @@ and attempt only.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +127,8 @@ class Session:
         self.stats = Stats(drafter=drafter.name)
         self.policy = DraftPolicy(engine.settings, engine.experience)
         self._timeline = timeline
-        timeline.observer = drafter.observe if drafter.taps else None
+        timeline.observer = self._observe if drafter.taps else None
+        self._owner = threading.current_thread()
         self._next: tuple[int, int, int] | None = None  # pos, attempt, the token picked for it
         self._moves = 0
         self._text: list[int] = []  # what the drafter was given last: the tokens, and the next one
@@ -185,6 +188,7 @@ class Session:
 
     def rewind(self, pos: int) -> RewindReport:
         """Stand at `pos` or raise StateError with nothing changed."""
+        self._check_thread()
         return self._moved(self._timeline.rewind(pos))
 
     def sync(
@@ -201,6 +205,7 @@ class Session:
         between calls and keeps what it read. checkpoints: positions in `tokens` to keep cheap to
         come back to, because other texts branch off there; ignored where going back is free.
         """
+        self._check_thread()
         self.engine.check_context(len(tokens))
         moved = self._timeline.sync(
             tokens, cancel=cancel, progress=progress, checkpoints=checkpoints
@@ -214,12 +219,42 @@ class Session:
     def _moved(self, report: RewindReport) -> RewindReport:
         self._next, self._text = None, []
         self._moves += 1
-        self.drafter.rewind(self.pos)
         self.stats.count_move(report)
+        try:
+            with self._drafting():
+                self.drafter.rewind(self.pos)
+        except Exception as error:  # the move is made, and a drafter may cost time only
+            self.engine.notices.append(f"`{self.drafter.name}` begins anew: {error!r}")
         return report
+
+    @contextmanager
+    def _drafting(self) -> Iterator[None]:
+        """Around all that a drafter does by itself: cut short anywhere, it forgets all it knew."""
+        try:
+            yield
+        except BaseException:
+            self.drafter.forget()
+            raise
+
+    def _observe(self, start: int, hidden: Sequence[mx.array]) -> None:
+        with self._drafting():
+            self.drafter.observe(start, hidden)
+
+    def _check_thread(self) -> None:
+        """StateError in another thread than the one that filled this session: MLX cannot go on
+        there with what it began here."""
+        here = threading.current_thread()
+        if self.pos == 0:
+            self._owner = here
+        if self._owner is not here:
+            raise StateError(
+                f"this session belongs to the thread `{self._owner.name}`, not `{here.name}`",
+                "use it there; or save it there and load it here",
+            )
 
     def checkpoint(self, kind: str = "turn") -> None:
         """Keep this position cheap to come back to: "system", "turn", "prompt" or "tool"."""
+        self._check_thread()
         self._timeline.checkpoint(kind)
 
     def use(self, settings: Settings) -> None:
@@ -231,6 +266,7 @@ class Session:
 
     def fork(self) -> Session:
         """An independent branch at the same position that samples alike; both may go on."""
+        self._check_thread()
         twin = self.engine.session_from(self._timeline.fork(), self.drafter.fork())
         twin.use(self.sampler.settings)
         twin.attempt = self.attempt
@@ -238,6 +274,7 @@ class Session:
 
     def save(self, path: str) -> None:
         """Write tokens, state and checkpoints to `path` (safetensors), complete or not at all."""
+        self._check_thread()
         self.engine.save_session(self._timeline, path)
 
     # -- the speculative loop ---------------------------------------------------------------------
@@ -257,6 +294,7 @@ class Session:
 
     def next_token(self) -> int:
         """The token that the next step will feed first."""
+        self._check_thread()
         if self._next is None or self._next[:2] != (self.pos, self.attempt):
             if self.logits is None:
                 if self.pos == 0:
@@ -286,7 +324,8 @@ class Session:
     def _ask(self, question: Callable[..., Any], last: int, room: int) -> Any:
         """Ask the controller about the text that ends with `last`."""
         before = self.policy.parked
-        answer = question(self.drafter, self._text_to(last), room, self._region)
+        with self._drafting():
+            answer = question(self.drafter, self._text_to(last), room, self._region)
         self.stats.parked += self.policy.parked - before
         return answer
 
