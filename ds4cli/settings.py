@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -242,7 +243,7 @@ def _typed(kind: type, value: Any) -> Any:
     if kind is dict:
         return _biases(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if abs(value) <= sys.float_info.max else math.inf
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
         return None
     return value

@@ -57,6 +57,12 @@ def test_fields_become_settings():
     assert (item.n, item.unknown) == (2, ())
 
 
+def said(arguments) -> dict:
+    """An assistant's message with a call of `f`."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 BAD_LINES = {
     b"oops": "not JSON",
     b"[1]": "not a JSON object",
@@ -76,7 +82,14 @@ BAD_LINES = {
     line(prompt="a", top_p=2): "`top_p` cannot be",
     line(prompt="a", max_tokens=0): "`max_tokens` cannot be",
     line(prompt="a", n=0): "`n` cannot be",
-    line(prompt="a", stop=[""]): "`stop`",
+    line(prompt="a", stop=[3]): "`stop`",
+    line(prompt="a", temperature=10**400): "`temperature` wants a number",
+    line(messages=[{"role": "assistant", "content": "a", "tool_calls": 5}]): "`messages[0].tool",
+    line(messages=[said("[1]")]): "the arguments of `f` are no object",
+    line(messages=[said("{")]): "the arguments of `f` are no object",
+    line(messages=[said("[" * 100_000)]): "the arguments of `f` are no object",
+    line(messages=[{"role": "assistant", "content": None, "tool_calls": [{}]}]): "OpenAI's form",
+    line(messages=[{"role": "user", "content": [{"type": "text"}]}]): "text parts only",
     line(prompt="a", tools=[{"function": {}}]): "`tools`: `[0].function.name`",
     line(prompt="a", tool_choice="required"): "`tool_choice`",
     line(url="/v1/embeddings", body={"input": "a"}): "`url` is `/v1/embeddings`",
@@ -96,15 +109,44 @@ def test_a_bad_line_says_what_is_wrong(raw, message):
 def test_messages_as_templates_take_them():
     """Guards: parts, null contents or arguments in text reach a chat template that fails on them;
     a line's own system text is doubled."""
-    call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
-    said = {"role": "assistant", "content": None, "tool_calls": [call]}
-    item = parse(1, line(messages=[{"role": "user", "content": PARTS}, said]))
+    item = parse(1, line(messages=[{"role": "user", "content": PARTS}, said('{"x": 1}')]))
     assert item.messages[0]["content"] == "ab"
     assert item.messages[1]["content"] == ""
     assert item.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
     assert as_messages(item, "be brief")[0] == {"role": "system", "content": "be brief"}
     own = parse(1, line(messages=[{"role": "system", "content": "s"}, USER]))
     assert as_messages(own, "be brief") == list(own.messages)
+
+
+@pytest.mark.parametrize("arguments", ["", " \n", None, "{}", {}])
+def test_a_call_without_arguments_has_none(arguments):
+    """Clients write nothing, a blank or null where a function has no parameters: refused."""
+    assert parse(1, line(messages=[USER, said(arguments)])).error == ""
+    message = parse(1, line(messages=[USER, said(arguments)])).messages[1]
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
+# What clients send, and the settings that it makes.
+TAKEN = {
+    line(prompt="a", stop=""): {"stop": ()},
+    line(prompt="a", stop=["", "x"]): {"stop": ("x",)},
+    line(prompt="a", max_tokens=3.0): {"max_tokens": 3},
+    line(prompt="a", max_tokens=5, max_completion_tokens=4): {"max_tokens": 4},
+    line(prompt="a", top_k=-1): {"top_k": 0},
+    line(prompt="a", seed=-1): {},
+    line(prompt="a", n=1.0, seed=7.0, temperature=1): {"seed": 7, "temp": 1.0},
+    line(prompt="a", **dict.fromkeys(["stop", "seed", "tools", "n", "user", "model"])): {},
+    line(custom_id=None, method=None, url=None, body={"prompt": "a"}): {},
+    line(messages=[USER, {"role": "assistant", "content": None, "tool_calls": None}]): {},
+}
+
+
+@pytest.mark.parametrize(("raw", "overrides"), TAKEN.items(), ids=range(len(TAKEN)))
+def test_bodies_as_clients_send_them(raw, overrides):
+    """Guards: a batch made for another server is refused for a null, a 3.0 or a -1."""
+    item = parse(4, raw)
+    assert (item.error, item.unknown, item.overrides) == ("", (), overrides)
+    assert item.custom_id == "line-4"
 
 
 def test_unknown_fields_warn_once_a_name():

@@ -267,6 +267,19 @@ def test_a_bad_line_becomes_an_error_and_the_run_goes_on(shared, folders, monkey
     assert "`logit_bias` names token `99999`" in errors[4]
 
 
+@pytest.mark.parametrize("group", [False, True])
+@pytest.mark.parametrize("lines", [["not json"], ["not json"] * 257, ["{}"] * 256 + ['"prompt"']])
+def test_a_block_of_bad_lines_is_answered_with_errors(shared, folders, lines, group):
+    """Planning assumed a good line in every block: the run ended with an empty output."""
+    good = '{"prompt": "a", "max_tokens": 2}'
+    Path("in").write_text("\n".join([*lines, good]), encoding="utf-8")
+    assert run("in", "out", folders["llama"], group=group) == 1
+    assert [r["error"] is None for r in read_jsonl("out")] == [False] * len(lines) + [True]
+    Path("in").write_text("\n".join(lines), encoding="utf-8")
+    assert run("in", "bad", folders["llama"], group=group) == 1
+    assert len(read_jsonl("bad")) == len(lines)
+
+
 def test_an_unexpected_failure_costs_one_line(shared, folders, monkeypatch):
     """Guards: a bug or a lack of memory in one request takes the whole batch along."""
     complete, calls = generate.complete, []

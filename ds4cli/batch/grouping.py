@@ -60,7 +60,7 @@ def _walk(root: _Node) -> Iterator[int]:
 
 def shared_lengths(prompts: Sequence[Sequence[int]], before: Sequence[int]) -> list[int]:
     """For each prompt how many tokens it shares with the previous one; `before` is the first's."""
-    previous = [before, *prompts[:-1]]
+    previous = [before, *prompts][: len(prompts)]
     return [common_prefix(p, q) for p, q in zip(previous, prompts, strict=True)]
 
 

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from ds4cli import settings as all_settings
 from ds4cli.errors import UsageError
-from ds4cli.settings import Settings
+from ds4cli.settings import OPTIONS, Settings
 
 if TYPE_CHECKING:
     from ds4cli.tools import Tool
 
-# A body's fields that set something for this line only, and the settings they set.
+# A body's fields that set something for this line only, and the settings they set. Where both names
+# of one setting are given, the later one here counts.
 OVERRIDES = {
     "max_tokens": "max_tokens",
     "max_completion_tokens": "max_tokens",
@@ -96,9 +97,17 @@ def parse(number: int, raw: bytes, plain: bool = False) -> Item:
         custom_id = default_id
     digest = _digest(custom_id, line)
     try:
-        return _item(number, custom_id, digest, line)
+        return _item(number, custom_id, digest, _given(line))
     except UsageError as error:
         return Item(number, custom_id, digest, error=error.message)
+    except Exception as error:  # nothing that one line brings about may end the run
+        reason = f"cannot be read: {type(error).__name__}: {error}"
+        return Item(number, custom_id, digest, error=reason)
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are given: clients write null for those that are not."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _line(raw: bytes, plain: bool) -> dict[str, Any]:
@@ -130,7 +139,7 @@ def _item(number: int, custom_id: str, digest: str, line: dict[str, Any]) -> Ite
     if line.get("custom_id", custom_id) != custom_id:
         raise UsageError("`custom_id` wants text")
     body, is_chat, unknown = _body(line)
-    body = {name: value for name, value in body.items() if value is not None}
+    body = _given(body)
     messages, prompt = _content(body, is_chat)
     return Item(
         number,
@@ -188,13 +197,15 @@ def _message(message: Any, index: int) -> dict[str, Any]:
     where = f"`messages[{index}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UsageError(f"{where}` wants a `role` and a `content`")
+    message = _given(message)
     content = _text(message.get("content"), where)
-    if content is None and not message.get("tool_calls"):
+    if content is None and message["role"] != "assistant":
         raise UsageError(f"{where}.content` wants text")
-    message = {**message, "content": content or ""}
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_call(call, where) for call in message["tool_calls"]]
-    return message
+    message["content"] = content or ""
+    calls = message.pop("tool_calls", [])
+    if not isinstance(calls, list):
+        raise UsageError(f"{where}.tool_calls` wants a list of calls")
+    return {**message, "tool_calls": [_call(c, where) for c in calls]} if calls else message
 
 
 def _text(content: Any, where: str) -> str | None:
@@ -204,32 +215,70 @@ def _text(content: Any, where: str) -> str | None:
     if not isinstance(content, list):
         raise UsageError(f"{where}.content` wants text")
     for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text":
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
             raise UsageError(f"{where}.content` may hold text parts only")
-    return "".join(str(part.get("text", "")) for part in content)
+    return "".join(part["text"] for part in content)
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
     """A call of an earlier turn, its arguments as an object, which is what templates take."""
-    try:
-        function = dict(call["function"])
-        if isinstance(function["arguments"], str):
-            function["arguments"] = json.loads(function["arguments"])
-    except (KeyError, TypeError, ValueError):
-        raise UsageError(f"{where}.tool_calls` are not calls in OpenAI's form") from None
-    return {**call, "function": function}
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UsageError(f"{where}.tool_calls` are not calls in OpenAI's form")
+    arguments = _arguments(function.get("arguments"))
+    if arguments is None:
+        raise UsageError(
+            f"{where}.tool_calls`: the arguments of `{function['name']}` are no object"
+        )
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _arguments(arguments: Any) -> dict[str, Any] | None:
+    """A call's arguments; missing or blank ones are none. None for what is no object."""
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return None
+    return arguments if isinstance(arguments, dict) else None
 
 
 def _overrides(body: dict[str, Any]) -> dict[str, Any]:
-    """Settings that the body changes, checked; the later of two names of one setting counts."""
+    """Settings that the body changes, checked."""
     found = {}
     for name, setting in OVERRIDES.items():
-        if name in body:
-            found[setting] = all_settings.check(setting, body[name], name)
+        value = _as_set(name, body.get(name))
+        if value is not None:
+            found[setting] = all_settings.check(setting, value, name)
     return found
 
 
+def _as_set(name: str, value: Any) -> Any:
+    """A body's value as our settings have it; None for one that sets nothing.
+
+    JavaScript knows no integers; an empty stop string stops nothing; to other servers -1 is no
+    limit or no seed.
+    """
+    if OPTIONS[OVERRIDES[name]].kind is int:
+        value = _whole(value)
+    if name == "stop":
+        stops = [value] if isinstance(value, str) else value
+        return [text for text in stops if text != ""] if isinstance(stops, list) else stops
+    if value == -1 and name in ("top_k", "seed"):
+        return 0 if name == "top_k" else None
+    return value
+
+
+def _whole(value: Any) -> Any:
+    """3 for 3.0; anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _count(n: Any) -> int:
+    n = _whole(n)
     if type(n) is not int or not 1 <= n <= MAX_COMPLETIONS:
         raise UsageError(f"`n` cannot be `{n}`: it wants a number from 1 to {MAX_COMPLETIONS}")
     return n
