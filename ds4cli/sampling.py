@@ -17,6 +17,10 @@ from ds4cli.errors import ModelError, UsageError
 from ds4cli.settings import Settings
 from ds4cli.tokens import common_prefix
 
+# Positions whose noise is drawn together, and the most floats that takes (16 MB): each session at a
+# temperature holds so many.
+NOISE_POSITIONS = 32
+NOISE_FLOATS = 1 << 22
 _MASK64 = (1 << 64) - 1
 
 
@@ -35,6 +39,7 @@ class Sampler:
         self._filters = _filters(settings)
         self._bias = _bias(settings, token_limit)
         self._counts = _HistoryCounts(settings.repetition_context_size)
+        self._noise = _Noise(settings.seed, token_limit)
 
     @property
     def needs_history(self) -> bool:
@@ -74,17 +79,9 @@ class Sampler:
             kept = keep(kept)
         if mask is not None:
             kept = _allow(kept, rows, mask)
-        noise = self._noise(pos, len(rows))[:, : rows.shape[-1]]
+        noise = self._noise.rows(self.attempt, pos, len(rows))[:, : rows.shape[-1]]
         picks = mx.argmax(kept * (1 / self.settings.temp) + noise, axis=-1).astype(mx.int32)
         return mx.where(mx.isnan(rows[:, 0]), 0, picks)  # for `refuse_nan`
-
-    def _noise(self, pos: int, k: int) -> mx.array:
-        """Gumbel noise (k, token_limit). Always the tokenizer's width: the generator's output
-        depends on the shape, and a draft model with other padding must see the same noise."""
-        seed = self.settings.seed
-        keys = [position_key(seed, self.attempt, pos + i) for i in range(k)]
-        draw = mx.vmap(lambda key: mx.random.gumbel((self._token_limit,), key=key))
-        return draw(mx.array([[key >> 32, key & 0xFFFFFFFF] for key in keys], mx.uint32))
 
     def _penalise(self, rows: mx.array, pos: int, history: Sequence[int]) -> mx.array:
         """Bias and penalties in mlx-lm's order (`mlx_lm.sample_utils.make_logits_processors`)."""
@@ -99,6 +96,36 @@ class Sampler:
             factor = mx.where(rows < 0, s.repetition_penalty, 1 / s.repetition_penalty)
             rows = mx.where(seen, rows * factor, rows)
         return rows - s.presence_penalty * seen - s.frequency_penalty * counts
+
+
+class _Noise:
+    """Gumbel noise by position, for many at once: tracing a draw takes the host 0.2 ms.
+
+    Always of the tokenizer's width: the generator's output depends on the shape, and a draft model
+    with other padding must see the same noise.
+    """
+
+    def __init__(self, seed: int, width: int):
+        self._seed, self._width = seed, width
+        self._most = min(NOISE_POSITIONS, NOISE_FLOATS // width)
+        self._attempt, self._start = 0, 0
+        self._drawn: mx.array | None = None
+
+    def rows(self, attempt: int, pos: int, k: int) -> mx.array:
+        """Noise (k, width) for positions pos, pos + 1, ..."""
+        if self._drawn is None or attempt != self._attempt or not self._has(pos, k):
+            self._attempt, self._start = attempt, pos
+            self._drawn = self._draw(max(k, self._most))
+        first = pos - self._start
+        return self._drawn[first : first + k]
+
+    def _has(self, pos: int, k: int) -> bool:
+        return self._start <= pos and pos + k <= self._start + len(self._drawn)
+
+    def _draw(self, n: int) -> mx.array:
+        keys = [position_key(self._seed, self._attempt, self._start + i) for i in range(n)]
+        draw = mx.vmap(lambda key: mx.random.gumbel((self._width,), key=key))
+        return draw(mx.array([[key >> 32, key & 0xFFFFFFFF] for key in keys], mx.uint32))
 
 
 class _HistoryCounts:

@@ -140,6 +140,29 @@ def test_padding_does_not_move_the_noise(width):
     assert s.pick(padded, 3, []).tolist() == s.pick(rows, 3, []).tolist()
 
 
+def test_noise_is_drawn_for_many_positions_at_once(monkeypatch):
+    """A draw traced for every token: 0.2 ms of it, with the device waiting."""
+    traced, vmap = [], mx.vmap
+    monkeypatch.setattr(mx, "vmap", lambda f: traced.append(f) or vmap(f))
+    s, row = sampler(temp=1.0), logits(1)
+    for pos in range(7, 7 + 64):
+        s.pick(row, pos, [])
+    assert len(traced) == 2
+
+
+def test_noise_depends_on_position_and_attempt_only():
+    """Noise that was drawn with others differs from noise drawn alone, or outlives its attempt."""
+    rows, ahead = logits(40), sampler(temp=1.0)
+    order = [(0, 20), (20, 1), (19, 5), (31, 2), (3, 1), (0, 40), (38, 2), (30, 9)]
+    for attempt in (0, 1, 0):
+        for pos, k in order:
+            alone = sampler(temp=1.0)
+            ahead.attempt = alone.attempt = attempt
+            part = rows[pos : pos + k]
+            want = [alone.pick(part[i : i + 1], pos + i, []).item() for i in range(k)]
+            assert ahead.pick(part, pos, []).tolist() == want
+
+
 def test_a_head_narrower_than_the_tokenizer_works():
     """Some tokenizers have ids that the model has no row for."""
     s = sampler(V, temp=1.0, repetition_penalty=1.2)
