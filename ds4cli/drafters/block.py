@@ -16,6 +16,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
@@ -65,8 +66,8 @@ class BlockAttention(nn.Module):
         queries = self.rope(self.q_norm(self._split(self.q_proj(x))), offset=pos)
         keys, values = join(self._layer, *self.keys_values(x, pos))
         keys, values, mask = self._see(keys, values, len(x))
-        out = mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=self._dim**-0.5, mask=mask
+        out = scaled_dot_product_attention(
+            queries, keys, values, cache=None, scale=self._dim**-0.5, mask=mask
         )
         return self.o_proj(out.transpose(0, 2, 1, 3).reshape(len(x), -1))
 

@@ -23,7 +23,8 @@ from ds4cli.drafters.policy import Experience
 from ds4cli.engine.capabilities import Capabilities, survey
 from ds4cli.engine.session import Session
 from ds4cli.errors import ModelError, StateError, UsageError
-from ds4cli.hooks import delta, last_row
+from ds4cli.hooks import cuda, delta, last_row
+from ds4cli.hooks.cuda import attention, recurrences
 from ds4cli.hooks.taps import Taps
 from ds4cli.models import loading
 from ds4cli.rewind import storage
@@ -49,7 +50,9 @@ class Armed:
         armed = getattr(model, "ds4cli_armed", None)
         if armed is None:
             last_row.arm(model)
+            attention.use(model)
             delta.use_chunked(model)
+            recurrences.use(model)
             armed = cls(*_recorder(model))
             model.ds4cli_armed = armed
         return armed
@@ -178,7 +181,7 @@ class Engine(Vocabulary):
             "kv": f"{settings.kv_bits} {settings.kv_group_size}",
             "taps": "none" if self._head is None else str(self._head.taps),
             "machine": f"{platform.node()} {platform.machine()} {os.cpu_count()}",
-            "device": f"{mx.default_device()} {blas.name()}",
+            "device": f"{mx.default_device()} {blas.name()} cuda_forms={cuda.is_on()}",
             "threads": " ".join(os.environ.get(name, "") for name in threads),
             "versions": f"ds4cli {__version__} mlx {version('mlx')} mlx-lm {version('mlx-lm')}",
         }
@@ -299,6 +302,7 @@ def _load_head(
         return None, []
     try:
         head = source.load(model, mx.float32 if loading.is_float32(model) else None)
+        attention.use(head.module)
     except ModelError as error:
         if settings.drafter != "auto" or settings.draft_model is not None:
             raise

@@ -16,12 +16,15 @@ Every D is a running product of gates, never a quotient of two: no decay, howeve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gated_delta import gated_delta_kernel
 
+from ds4cli.hooks import cuda
+from ds4cli.hooks.cuda import kernels
 from ds4cli.hooks.rebind import Swaps, calls, rebound, with_globals
 
 # From this many rows a model call uses the chunks. Measured: level with mlx-lm's loop at 3 rows of
@@ -58,6 +61,8 @@ def chunked(q, k, v, g, beta, state=None, mask=None):
 
 def final_state(k, v, g, beta, state=None):
     """The state after all rows, without outputs; arguments as for `chunked`."""
+    if runs_alone(k.shape[-1]):
+        return kernels.gated_delta(k, k, v, g, beta, state)[1]
     if has_kernel(k.shape[-1]):
         return _kernel_state(k, v, g, beta, state)
     for rows in _segments(k, v, g):
@@ -68,6 +73,11 @@ def final_state(k, v, g, beta, state=None):
 def has_kernel(dim: int = 32) -> bool:
     """Whether mlx-lm runs its Metal kernel here, for keys of this size."""
     return mx.metal.is_available() and mx.default_device() == mx.gpu and dim % 32 == 0
+
+
+def runs_alone(dim: int) -> bool:
+    """Whether layers are replayed one by one here, by a kernel that needs no copies: on CUDA."""
+    return cuda.is_on() and kernels.fits(dim)
 
 
 def _kernel_state(k, v, g, beta, state):
@@ -182,7 +192,8 @@ def _scan(T, K_in, V, K_out, D_all, state):
 
 
 def use_chunked(model: nn.Module) -> Swaps:
-    """Let this model's own layers use `chunked` for calls of MIN_ROWS rows and more.
+    """Let this model's own layers use `chunked` for calls of MIN_ROWS rows and more, or the kernel
+    for CUDA there.
 
     Does nothing where mlx-lm has its Metal kernel. Call it before `Recorder.arm`; `undo()` of the
     result takes it back (after `Recorder.disarm`).
@@ -191,21 +202,27 @@ def use_chunked(model: nn.Module) -> Swaps:
     if not has_kernel():
         for module in model.modules():
             if calls(type(module), "gated_delta_update"):
-                swaps.swap(module, _switched(type(module)))
+                swaps.swap(module, _switched(type(module), cuda.is_on()))
     return swaps
 
 
 @cache
-def _switched(cls: type) -> type:
-    return rebound(cls, {"gated_delta_update": _chunked_update})
+def _switched(cls: type, on_cuda: bool) -> type:
+    def switched(update):
+        """mlx-lm's `gated_delta_update` with another loop inside."""
+        ops = update.__globals__["gated_delta_ops"]
+
+        def gated_delta_ops(q, k, v, g, beta, state=None, mask=None):
+            run = _form(k.shape[1], k.shape[-1], on_cuda) or ops
+            return run(q, k, v, g, beta, state, mask)
+
+        return with_globals(update, {**update.__globals__, "gated_delta_ops": gated_delta_ops})
+
+    return rebound(cls, {"gated_delta_update": switched})
 
 
-def _chunked_update(update):
-    """mlx-lm's `gated_delta_update` with another loop inside."""
-    ops = update.__globals__["gated_delta_ops"]
-
-    def gated_delta_ops(q, k, v, g, beta, state=None, mask=None):
-        run = chunked if q.shape[1] >= MIN_ROWS else ops
-        return run(q, k, v, g, beta, state, mask)
-
-    return with_globals(update, {**update.__globals__, "gated_delta_ops": gated_delta_ops})
+def _form(rows: int, dim: int, on_cuda: bool) -> Callable | None:
+    """What computes a call of so many rows; None: mlx-lm's own loop."""
+    if on_cuda and kernels.pays(rows, dim):
+        return kernels.gated_delta
+    return chunked if rows >= MIN_ROWS else None

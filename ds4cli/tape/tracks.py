@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
+from ds4cli.hooks.cuda.rows import joined
+
 HALF = (mx.float16, mx.bfloat16)
 
 
@@ -64,7 +66,7 @@ class Track:
     def join(cls, tracks: Sequence[Track]) -> Track:
         """Consecutive tracks of one slot as one; a copy that keeps no longer buffer alive."""
         columns = zip(*(t.data for t in tracks), strict=True)
-        return replace(tracks[0], data=tuple(_compact(column) for column in columns))
+        return replace(tracks[0], data=tuple(joined(column) for column in columns))
 
     def key(self, start: mx.array | None) -> Any:
         """Tracks with equal keys are replayed as one batch. Default: alone."""
@@ -86,10 +88,6 @@ class Track:
     ) -> list[mx.array]:
         """The slot of each track after its first `rows` rows, from the slots `starts`."""
         raise NotImplementedError
-
-
-def _compact(arrays: Sequence[mx.array]) -> mx.array:
-    return mx.concatenate(arrays, axis=1) if len(arrays) > 1 else mx.contiguous(arrays[0])
 
 
 @dataclass

@@ -17,7 +17,8 @@ from functools import cache, partial
 import mlx.core as mx
 import mlx.nn as nn
 
-from ds4cli.hooks import delta
+from ds4cli.hooks import cuda, delta
+from ds4cli.hooks.cuda import kernels
 from ds4cli.hooks.rebind import Swaps, derived
 from ds4cli.tape import frames
 from ds4cli.tape.tracks import HALF, CallRows, Tail
@@ -42,6 +43,9 @@ class WkvRows(CallRows):
     def replay(cls, tracks, starts, rows):
         if tracks[0].dtype in HALF:
             return cls._by_calls(tracks, starts, rows)
+        if cuda.is_on() and kernels.fits(tracks[0].data[0].shape[-1]):
+            pairs = zip(tracks, starts, strict=True)
+            return [t.cut(0, rows)._after(start) for t, start in pairs]
         stacked = (x.astype(mx.float32).swapaxes(1, 2) for x in cls.stack(tracks, rows))
         w, k, v, a, b = stacked
         state = _state(tracks, starts)
@@ -58,6 +62,11 @@ class WkvRows(CallRows):
             # Any r of its type will do: only outputs depend on it.
             _, state = first.advance(part[1].astype(first.dtype), *part, state)
         return mx.split(state, len(tracks))
+
+    def _after(self, start: mx.array | None) -> mx.array:
+        """The state after all rows, by the kernel; r makes outputs only."""
+        state = _state([self], [start]).astype(self.dtype)
+        return kernels.wkv7(self.data[0], *self.data, state)[1]
 
 
 def _state(tracks: list[WkvRows], starts: list[mx.array | None]) -> mx.array:

@@ -1,0 +1,340 @@
+"""What replaces MLX's own forms on CUDA: tried on the CPU where it is plain MLX, and on a card, if
+there is one, where it is a kernel."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+import tiny
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.gated_delta import gated_delta_ops
+from mlx_lm.models.rwkv7 import _wkv7_step_ops
+from mlx_lm.models.ssm import compute_dt, ssm_attn, ssm_update
+
+from ds4cli.bench.reference import stock
+from ds4cli.hooks import cuda, delta
+from ds4cli.hooks.cuda import attention, kernels, recurrences, rows
+from ds4cli.tape import Recorder, self_check
+
+pytestmark = pytest.mark.filterwarnings("error")
+needs_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs an NVIDIA GPU")
+TOLERANCE = 2e-6
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """The switch, as on a machine with CUDA."""
+    monkeypatch.setattr(cuda, "is_on", lambda: True)
+
+
+def error(a, b):
+    return (mx.max(mx.abs(a - b)) / mx.max(mx.abs(b))).item()
+
+
+# --- the switch ---------------------------------------------------------------------------------
+
+
+def test_the_switch_needs_cuda_and_can_be_turned_off(monkeypatch):
+    """Guards: a kernel asked for without a card, or a user who cannot turn it off."""
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    assert cuda.is_on()
+    monkeypatch.setenv("DS4CLI_CUDA_FORMS", "none")
+    assert not cuda.is_on()
+    monkeypatch.delenv("DS4CLI_CUDA_FORMS")
+    monkeypatch.setattr(mx, "default_device", lambda: mx.cpu)
+    assert not cuda.is_on()
+
+
+def test_a_model_is_left_alone_without_cuda(monkeypatch):
+    """Guards: another form of attention where MLX's own is the fast one."""
+    monkeypatch.setattr(cuda, "is_on", lambda: False)
+    model = tiny.build("llama")
+    assert not len(attention.use(model)) and not len(recurrences.use(model))
+
+
+# --- attention ----------------------------------------------------------------------------------
+
+
+def bound():
+    """mlx-lm's attention as a model that was armed calls it."""
+    return attention._by_rows(attention.base.scaled_dot_product_attention)
+
+
+def inputs(rows, keys, heads=8, groups=2, dim=16, values=16, dtype=mx.float32):
+    mx.random.seed(rows)
+    shapes = (1, heads, rows, dim), (1, groups, keys, dim), (1, groups, keys, values)
+    return [mx.random.normal(shape).astype(dtype) for shape in shapes]
+
+
+def window(rows, keys, size):
+    ahead = mx.arange(keys - rows, keys)[:, None] - mx.arange(keys)[None]
+    return (ahead >= 0) & (ahead < size)
+
+
+def additive(shape):
+    return mx.random.normal(shape, key=mx.random.key(3))
+
+
+MASKS = {
+    "none": lambda n, m: None,
+    "causal": lambda n, m: "causal",
+    "window": lambda n, m: window(n, m, 5),
+    "window of four axes": lambda n, m: window(n, m, 5)[None, None],
+    "per head": lambda n, m: mx.random.uniform(shape=(1, 8, n, m)) < 0.8,
+    "added": lambda n, m: additive((n, m)),
+    "added per head": lambda n, m: additive((1, 8, n, m)),
+    "one row for all": lambda n, m: mx.arange(m)[None] < m - 1,
+}
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("n, m", [(2, 2), (5, 23), (32, 70)])
+def test_products_equal_mlx(n, m, name, sinks):
+    """Guards: a mask folded onto the wrong head or row, a lost scale, a sink that is read."""
+    arrays, mask = inputs(n, m), MASKS[name](n, m)
+    more = {"sinks": mx.random.normal((8,))} if sinks else {}
+    want = mx.fast.scaled_dot_product_attention(*arrays, scale=0.3, mask=mask, **more)
+    got = bound()(*arrays, cache=None, scale=0.3, mask=mask, **more)
+    assert got.shape == want.shape and got.dtype == want.dtype
+    assert error(got, want) < TOLERANCE
+
+
+def test_other_sizes_of_values_and_more_sequences():
+    """Guards: latent attention, whose values are longer than its keys; padded batches."""
+    q, k, v = (mx.concatenate([x, x[::-1] * 0.5]) for x in inputs(4, 9, values=24))
+    seen = mx.arange(9)[None, None, None] >= mx.array([0, 3])[:, None, None, None]
+    mask = seen & window(4, 9, 9)
+    want = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=mask)
+    assert error(bound()(q, k, v, None, 0.3, mask), want) < TOLERANCE
+
+
+def test_a_row_that_sees_nothing_is_not_nan():
+    """Guards: a masked row of half precision that overflows and spoils the whole text."""
+    q, k, v = inputs(3, 9, dtype=mx.float16)
+    mask = mx.arange(3)[:, None] + mx.zeros((1, 9)) > 0
+    assert not mx.any(mx.isnan(bound()(q, k, v, None, 0.3, mask))).item()
+
+
+def test_masks_of_two_kinds_of_layers_are_kept_apart():
+    """Guards: the window of one layer used in another, or a mask of the call before."""
+    arrays, call = inputs(4, 12), bound()
+    for mask in ("causal", window(4, 12, 3), "causal", window(4, 12, 6)):
+        want = mx.fast.scaled_dot_product_attention(*arrays, scale=0.3, mask=mask)
+        assert error(call(*arrays, None, 0.3, mask), want) < TOLERANCE
+    other = inputs(4, 20)
+    want = mx.fast.scaled_dot_product_attention(*other, scale=0.3, mask="causal")
+    assert error(call(*other, None, 0.3, "causal"), want) < TOLERANCE
+
+
+def test_one_row_long_calls_and_packed_caches_stay_as_they_are(monkeypatch):
+    """Guards: products where MLX's kernels win, or on keys that are packed."""
+    monkeypatch.setattr(attention, "products", lambda *_: pytest.fail("products"))
+    packed = QuantizedKVCache(32, 8)
+    for n in (1, attention.MAX_ROWS + 1):
+        bound()(*inputs(n, n + 3), None, 0.3, None)
+    q, k, v = inputs(4, 4, dim=32, values=32)
+    assert bound()(q, *packed.update_and_fetch(k, v), packed, 0.3, None).shape == q.shape
+
+
+@pytest.mark.parametrize("name", tiny.CFG)
+def test_every_family_keeps_its_logits(on, name):
+    """Guards: a family whose call of attention is another, or whose modules are not found."""
+    model = tiny.build(name)
+    plain = stock(model)
+    swaps = attention.use(model)
+    caches = [make_prompt_cache(m) for m in (model, plain)]
+    for n in (3, 1, 5):
+        want, got = (
+            m(tiny.ids(n)[None], cache=c) for m, c in zip((plain, model), caches, strict=True)
+        )
+        assert error(got, want) < 2e-5
+    swaps.undo()
+    assert type(model) is type(plain)
+
+
+def test_the_stock_model_is_untouched(on):
+    """Guards: a reference that runs what it is to check."""
+    model = tiny.build("llama")
+    attention.use(model)
+    layer = model.layers[0].self_attn
+    assert type(layer) is not type(stock(model).layers[0].self_attn)
+    assert type(stock(model).layers[0].self_attn) is type(tiny.build("llama").layers[0].self_attn)
+
+
+# --- recurrences --------------------------------------------------------------------------------
+
+FAMILIES = ["qwen3_next", "kimi_linear", "mamba2", "nemotron_h", "rwkv7"]
+
+
+def plain_ssd(x, A_log, B, C, D, dt, state=None):
+    """The recurrence as it is written, row by row; dt as it is used."""
+    repeats = x.shape[2] // B.shape[2]
+    B, C = mx.repeat(B, repeats, axis=2), mx.repeat(C, repeats, axis=2)
+    state = mx.zeros((*x.shape[:1], *x.shape[2:], B.shape[-1])) if state is None else state
+    ys = []
+    for t in range(x.shape[1]):
+        decay = mx.exp(-mx.exp(A_log) * dt[:, t])[..., None, None]
+        added = (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
+        state = decay * state + added
+        ys.append((state @ C[:, t, ..., None])[..., 0] + D[:, None] * x[:, t])
+    return mx.stack(ys, axis=1).astype(x.dtype), state
+
+
+def plain_wkv7(r, w, k, v, a, b, state):
+    ys = []
+    for t in range(r.shape[1]):
+        y, state = _wkv7_step_ops(*(x[:, t] for x in (r, w, k, v, a, b)), state)
+        ys.append(y[..., 0])
+    return mx.stack(ys, axis=1), state
+
+
+@pytest.fixture
+def taken(on, monkeypatch):
+    """The switch is on, with plain forms in the place of kernels; the rows that each was given."""
+    found = []
+
+    def stand_in(form):
+        def run(*args, **named):
+            found.append(args[0].shape[1])
+            return form(*args, **named)
+
+        return run
+
+    for name, form in (("gated_delta", gated_delta_ops), ("ssd", plain_ssd), ("wkv7", plain_wkv7)):
+        monkeypatch.setattr(kernels, name, stand_in(form))
+    monkeypatch.setattr(rows, "_gathered", lambda pieces: mx.concatenate(pieces, axis=1))
+    return found
+
+
+def armed(name, **over):
+    model = tiny.build(name, **over)
+    delta.use_chunked(model)
+    recurrences.use(model)
+    return model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_of_several_rows_take_the_kernel(taken, name):
+    """Guards: a family whose recurrence still loops, or one row that pays for a launch."""
+    model = armed(name)
+    plain = stock(model)
+    caches = [make_prompt_cache(m) for m in (model, plain)]
+    for n in (7, 1, 4):
+        want, got = (
+            m(tiny.ids(n)[None], cache=c) for m, c in zip((plain, model), caches, strict=True)
+        )
+        assert error(got, want) < 2e-5
+    assert set(taken) == {7, 4}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_replays_take_the_kernel(taken, name):
+    """Guards: a replay that copies every layer's rows together, or gives another state."""
+    model = armed(name)
+    recorder = Recorder.arm(model)
+    taken.clear()
+    assert self_check(model, recorder, lambda: make_prompt_cache(model)).accepts
+    assert {2, 5} <= set(taken)
+
+
+def test_masked_rows_leave_the_state_alone(taken):
+    """Guards: padding that moves a Mamba-2 state."""
+    update = recurrences._by_rows(ssm_update)
+    x, A_log, B, C, D, dt, bias, state = ssd_inputs(6)
+    mask = mx.arange(6)[None] >= 2
+    y, after = update(x, A_log, B, C, D, dt, bias, state, mask=mask)
+    parts = [a[:, 2:] for a in (x, B, C, dt)]
+    want_y, want = ssm_attn(parts[0], A_log, *parts[1:3], D, parts[3], bias, state)
+    assert error(y[:, 2:], want_y) < 1e-5 and error(after, want) < 1e-5
+
+
+def ssd_inputs(n, heads=4, groups=2, dim=16, width=32, dtype=mx.float32):
+    mx.random.seed(n)
+    normal = mx.random.normal
+    sizes = (1, n, heads, dim), (heads,), (1, n, groups, width), (1, n, groups, width), (heads,)
+    given = [normal(size).astype(dtype) for size in sizes]
+    state = normal((1, heads, dim, width))
+    return *given, normal((1, n, heads)).astype(dtype), normal((heads,)).astype(dtype), state
+
+
+def test_rows_of_unlike_shapes_are_joined_as_ever(on):
+    """Guards: a kernel that takes every piece to be as long as the first."""
+    pieces = [mx.full((1, n, 3), n) for n in (1, 2, 1, 1)]
+    assert rows.joined(pieces).tolist() == mx.concatenate(pieces, axis=1).tolist()
+    assert not rows.pays(pieces) and rows.pays([pieces[0]] * 4)
+
+
+# --- on a card ----------------------------------------------------------------------------------
+
+
+def delta_inputs(n, channels, heads=4, groups=2, dim=64, width=64, dtype=mx.float32):
+    mx.random.seed(n)
+    normal = mx.random.normal
+    k = normal((1, n, groups, width))
+    k = k / mx.linalg.norm(k, axis=-1, keepdims=True)
+    g = mx.sigmoid(normal((1, n, heads, width) if channels else (1, n, heads)))
+    q, v = normal((1, n, groups, width)) / width, normal((1, n, heads, dim))
+    beta = mx.sigmoid(normal((1, n, heads)))
+    return (
+        *(x.astype(dtype) for x in (q, k, v)),
+        g,
+        beta.astype(dtype),
+        normal((1, heads, dim, width)),
+    )
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype, tolerance", [(mx.float32, 5e-6), (mx.bfloat16, 2e-2)])
+@pytest.mark.parametrize("n", [1, 2, 9, 130])
+def test_kernels_equal_the_loops(n, dtype, tolerance):
+    """Guards: a line computed by the wrong threads, a row read too early."""
+    for channels, width in ((False, 64), (True, 64), (False, 128)):
+        args = delta_inputs(n, channels, width=width, dtype=dtype)
+        close(kernels.gated_delta(*args), gated_delta_ops(*args), tolerance)
+    x, A_log, B, C, D, dt, bias, state = ssd_inputs(n, dtype=dtype)
+    used = compute_dt(dt, bias, (0.001, 100.0))
+    want = ssm_attn(x, A_log, B, C, D, dt, bias, state)
+    close(kernels.ssd(x, A_log, B, C, D, used, state), want, max(tolerance, 2e-5))
+    args = [mx.random.normal((1, n, 3, 64)).astype(dtype) * 0.1 for _ in range(6)]
+    state = mx.random.normal((1, 3, 64, 64)).astype(dtype)
+    close(kernels.wkv7(*args, state), plain_wkv7(*args, state), max(tolerance, 2e-5))
+
+
+def close(got, want, tolerance):
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert error(a.astype(mx.float32), b.astype(mx.float32)) < tolerance
+
+
+@needs_cuda
+def test_kernels_take_masks_new_states_and_several_sequences():
+    """Guards: padding that moves a state, a state of None, a second sequence read as the first."""
+    args = [mx.concatenate([x, x * 0.5]) for x in delta_inputs(9, False)]
+    mask = mx.arange(9)[None] >= mx.array([0, 4])[:, None]
+    got, want = kernels.gated_delta(*args, mask), gated_delta_ops(*args, mask)
+    seen = mask[..., None, None]
+    close([mx.where(seen, got[0], 0), got[1]], [mx.where(seen, want[0], 0), want[1]], 5e-6)
+    close(kernels.gated_delta(*args[:5]), gated_delta_ops(*args[:5]), 5e-6)
+
+
+@needs_cuda
+@pytest.mark.parametrize("n", [3, 8, 9, 32, 70])
+def test_rows_are_joined_in_order(n):
+    """Guards: a piece that is left out, or named twice."""
+    pieces = [mx.full((1, 1, 2, 100), i).astype(mx.bfloat16) for i in range(n)]
+    assert rows.joined(pieces)[0, :, 0, 0].tolist() == list(range(n))
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models_and_replays_hold_on_a_card(name):
+    """Guards: a kernel that a family calls with other shapes than these tests do."""
+    model = armed(name)
+    plain = stock(model)
+    for n in (1, 8, 40):
+        want, got = (m(tiny.ids(n)[None], cache=make_prompt_cache(m)) for m in (plain, model))
+        assert error(got, want) < 1e-4
+    recorder = Recorder.arm(model)
+    assert self_check(model, recorder, lambda: make_prompt_cache(model)).accepts
