@@ -510,6 +510,22 @@ def test_a_vocabulary_of_its_own_needs_its_table(target, tmp_path):
         dspark.DSparkHead.load(tmp_path / "h", target, None)
 
 
+@pytest.mark.parametrize(("offset", "named"), [(V, "names id"), (-(10**6), "names id -")])
+def test_a_table_that_leads_beyond_the_target_is_refused(offset, named, target, tmp_path):
+    """MLX writes such a row's logits into memory that belongs to something else."""
+    d2t = mx.array([0] * 39 + [offset])
+    checkpoint(tmp_path, SPECULATORS, target, ("lm_head",), d2t=d2t)
+    with pytest.raises(ModelError, match=named):
+        dspark.DSparkHead.load(tmp_path, target, None)
+
+
+def test_a_head_of_another_vocabulary_is_refused(target, tmp_path):
+    """Where the target's config states no vocabulary, nothing compared the two."""
+    checkpoint(tmp_path, {**DFLASH, "vocab_size": V + 8}, target)
+    with pytest.raises(ModelError, match=f"knows {V + 8} token ids, .* has {V}"):
+        dflash.DFlashHead.load(tmp_path, target, None)
+
+
 def test_a_head_shared_with_the_target_must_prove_itself(tmp_path):
     """Guesses through an output projection that is not all there is to the target's logits."""
     capped = Target(build("cohere2"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from dataclasses import replace
@@ -19,7 +20,7 @@ from ds4cli import chat as chat_module
 from ds4cli.chat import Request, commands, editor, journal, prompt, shelf
 from ds4cli.chat.markdown import BlockScanner, rows_of
 from ds4cli.chat.transcript import Turn
-from ds4cli.errors import UsageError
+from ds4cli.errors import StateError, UsageError
 from ds4cli.rewind import storage
 from ds4cli.tokens import common_prefix
 from ds4cli.tools import Tool
@@ -827,6 +828,17 @@ def test_a_session_goes_on_where_it_was(engine):
     check_replies(again, engine)
     again.end()
     assert len(journal.read(shelf.path_of("work")).transcript.line.turns) == 6
+
+
+@pytest.mark.parametrize("bad", [-1, 10**9])
+def test_a_session_with_ids_that_are_no_tokens_is_refused(engine, bad):
+    """An id in a session file that the model has no row for: the process died of it."""
+    talk.chat(engine, "one", name="bad").end()
+    path = shelf.path_of("bad")
+    text = path.read_text(encoding="utf-8")
+    path.write_text(re.sub(r'("tokens": ?\[)\d+', rf"\g<1>{bad}", text), encoding="utf-8")
+    with pytest.raises(StateError, match=f"holds what are no tokens: token id `{bad}`"):
+        talk.chat(engine, name="bad")
 
 
 def test_continue_takes_the_latest(engine):

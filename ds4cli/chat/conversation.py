@@ -310,6 +310,9 @@ class Conversation:
         A chat of another model is read again as text.
         """
         stored = journal.read(path)
+        if stored.header.get("fingerprint") == self.engine.fingerprint:
+            for line in stored.transcript.branches().values():
+                self.engine.check_stored(line.tokens, path)
         book = Journal.resume(path, stored)
         self.close()
         self.journal, self.transcript, self._before = book, stored.transcript, None

@@ -152,13 +152,19 @@ class BlockHead(nn.Module):
                 f"{config.hidden_size}; this one has {target.num_layers} layers of size "
                 f"{target.hidden_size}"
             )
+        if config.vocab_size != target.vocab_size:
+            raise ModelError(
+                f"the head knows {config.vocab_size} token ids, the target's embedding has "
+                f"{target.vocab_size}"
+            )
 
     def _take_vocabulary(self, tensors: dict[str, mx.array]) -> None:
         """Build the embedding, projection and id table that the checkpoint has of its own."""
         config = self.config
         offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
         if config.draft_vocab_size != config.vocab_size:
-            self._target_ids = _target_ids(offsets, mask, config.draft_vocab_size)
+            ids = _target_ids(offsets, mask, config.draft_vocab_size)
+            self._target_ids = _known(ids, config.vocab_size)
         has_head = "lm_head.weight" in tensors or self._target_ids is not None
         if "embed_tokens.weight" in tensors:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -217,6 +223,16 @@ def _target_ids(offsets: mx.array | None, mask: mx.array | None, size: int) -> m
         raise ModelError("the head has a vocabulary of its own but no tensor `d2t` or `t2d`")
     if ids.shape != (size,):
         raise ModelError(f"tensor `t2d` names {len(ids)} ids, `draft_vocab_size` is {size}")
+    return ids
+
+
+def _known(ids: mx.array, vocab_size: int) -> mx.array:
+    """`ids`, all of them the target's: MLX would write elsewhere for any other."""
+    for extreme in (ids.min().item(), ids.max().item()):
+        if not 0 <= extreme < vocab_size:
+            raise ModelError(
+                f"tensor `d2t` or `t2d` names id {extreme}, the target has ids below {vocab_size}"
+            )
     return ids
 
 

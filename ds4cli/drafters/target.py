@@ -11,9 +11,9 @@ from ds4cli.caches import build_caches
 from ds4cli.errors import ModelError
 from ds4cli.hooks.last_row import NAMES as HEADS
 from ds4cli.hooks.taps import Taps
+from ds4cli.models.loading import EMBEDDINGS, embedding_rows
 
-# What mlx-lm's models call them.
-EMBEDDINGS = ("embed_tokens", "tok_embeddings", "word_embeddings", "embeddings", "wte")
+# What mlx-lm's models call it.
 NORMS = ("norm", "final_layernorm", "embedding_norm", "norm_f", "ln_f")
 # Largest difference from the model's own logits, as a share of their size.
 TOLERANCE = {mx.float32: 1e-4}
@@ -24,12 +24,14 @@ PROBE = (3, 1, 4, 1, 5)
 class Target:
     """A loaded target as its heads see it. ModelError where a part is not to be found.
 
-    model: an mlx-lm model. hidden_size, num_layers: of the layers it runs.
+    model: an mlx-lm model. hidden_size, num_layers: of the layers it runs. vocab_size: of its
+    embedding.
     """
 
     def __init__(self, model: Any):
         self.model = model
         self.num_layers = len(model.layers)
+        self.vocab_size = embedding_rows(model)
         modules = sorted(model.named_modules(), key=lambda item: item[0].count("."))
         self._embedding = _named(modules, EMBEDDINGS, "token embedding")
         self._norm = _named(modules, NORMS, "final norm")

@@ -106,6 +106,25 @@ class Engine(Vocabulary):
         if settings.kv_bits is not None:
             check_kv_bits(model, settings.kv_bits, settings.kv_group_size)
         self.notices += Armed.of(model).notices
+        rows = [loading.embedding_rows(m) for m in (model, draft) if m is not None]
+        self.id_limit = min((n for n in rows if n is not None), default=None)
+
+    @property
+    def token_limit(self) -> int:
+        """Ids at or above this are never picked: no token, or no row of an embedding."""
+        limit = super().token_limit
+        return limit if self.id_limit is None else min(limit, self.id_limit)
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """UsageError for an id without a row in the embedding: MLX would read beyond its end."""
+        limit = self.id_limit
+        if limit is None or not len(tokens) or (min(tokens) >= 0 and max(tokens) < limit):
+            return
+        at = next(i for i, token in enumerate(tokens) if not 0 <= token < limit)
+        raise UsageError(
+            f"token id `{tokens[at]}` at position {at} is none of this model's",
+            f"its ids are 0 to {limit - 1}",
+        )
 
     @property
     def refusal(self) -> str:
@@ -143,6 +162,7 @@ class Engine(Vocabulary):
             loading.check_same_tokenizer(tokenizer, draft_tokenizer, draft_source.name)
         context_tokens = _context(source, draft_source)
         vocabulary = Vocabulary(tokenizer, context_tokens)
+        notices += loading.check_vocabulary(source, vocabulary)
         check_bias(chosen, vocabulary.token_limit)
         before_weights(vocabulary)
         weights, more = loading.weights(source, chosen.dtype)
@@ -215,7 +235,15 @@ class Engine(Vocabulary):
         except Exception as error:  # whole, but of another shape than anything this version writes
             reason = f"session file `{path}` does not fit this model: {error!r}"
             raise StateError(reason) from None
+        self.check_stored(timeline.tokens, path)
         return self.session_from(timeline)
+
+    def check_stored(self, tokens: Sequence[int], path: str | Path) -> None:
+        """StateError for a token in a file that is none of this model's."""
+        try:
+            self.check_tokens(tokens)
+        except (UsageError, TypeError) as error:
+            raise StateError(f"`{path}` holds what are no tokens: {error}") from None
 
     def save_session(self, timeline: Timeline, path: str | Path) -> None:
         """Write `timeline` to `path`, whole or not at all."""

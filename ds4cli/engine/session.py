@@ -207,6 +207,7 @@ class Session:
         """
         self._check_thread()
         self.engine.check_context(len(tokens))
+        self.engine.check_tokens(tokens)
         moved = self._timeline.sync(
             tokens, cancel=cancel, progress=progress, checkpoints=checkpoints
         )
@@ -290,6 +291,7 @@ class Session:
         if drafts is None:
             drafts = self._propose(first, max_tokens)
             return Step(self._verify([first, *drafts], self.policy.source))
+        self.engine.check_tokens(drafts)
         return Step(self._verify([first, *drafts], "given"))
 
     def next_token(self) -> int:

@@ -10,13 +10,16 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, dequantize_model, load_model, load_tokenizer
 
 from ds4cli.errors import ModelError, UsageError
+
+if TYPE_CHECKING:
+    from ds4cli.text.tokenizer import Vocabulary
 
 BUILTIN = Path(__file__).parents[1] / "builtin"
 # What a model needs of a hub repository. No code: none of it would be run.
@@ -25,6 +28,11 @@ WANTED = (
     "model*.safetensors",
 )  # fmt: skip
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
+# What mlx-lm's models call the table of their tokens' vectors.
+EMBEDDINGS = (
+    "embed_tokens", "tok_embeddings", "token_embeddings", "word_embeddings", "embeddings",
+    "embedding", "embed", "embed_in", "wte",
+)  # fmt: skip
 # Share of the free memory that float32 weights may take on a CPU before we keep them as stored.
 FLOAT32_MEMORY_SHARE = 0.6
 
@@ -45,6 +53,13 @@ class Source:
                 if isinstance(table.get(key), int):
                     return table[key]
         return None
+
+    @property
+    def vocab_size(self) -> int | None:
+        """How many token ids its config states; None where it states none."""
+        tables = (self.config, self.config.get("text_config") or {})
+        sizes = (table.get("vocab_size") for table in tables)
+        return next((size for size in sizes if isinstance(size, int)), None)
 
     def fingerprint(self) -> str:
         """Changes when config, tokenizer or the size of the weights change."""
@@ -83,6 +98,29 @@ def locate(name: str, offline: bool = False) -> Source:
     if "model_file" in config:
         raise _needs_code(f"`{name}`", f"model_file: {config['model_file']}")
     return Source(name, folder, config)
+
+
+def check_vocabulary(source: Source, vocabulary: Vocabulary) -> list[str]:
+    """Notices about a tokenizer that knows more ids than its model. UsageError where those are not
+    just special tokens that were added: then the two do not belong together.
+    """
+    size, ids = source.vocab_size, vocabulary.token_limit
+    if size is None or ids <= size:
+        return []
+    base = getattr(vocabulary.tokenizer, "vocab_size", ids)
+    if base > size:
+        raise UsageError(
+            f"the tokenizer of `{source.name}` has `{base}` tokens, its model only `{size}`",
+            "use the tokenizer files that came with these weights",
+        )
+    return [f"`{source.name}` has {size} token ids, its tokenizer {ids}: it cannot read the rest"]
+
+
+def embedding_rows(model: Any) -> int | None:
+    """How many token ids the model's embedding holds; None where none has a known name."""
+    modules = sorted(model.named_modules(), key=lambda item: item[0].count("."))
+    named = (m for path, m in modules if path.rsplit(".", 1)[-1] in EMBEDDINGS)
+    return next((m.weight.shape[0] for m in named if "weight" in m), None)
 
 
 def _needs_code(what: str, where: str) -> UsageError:
