@@ -256,7 +256,7 @@ def test_a_session_file_with_ids_that_are_none_is_refused(model_folder, tmp_path
     session.sync([1, 2, 3])
     state = session._timeline.state()
     storage.write(tmp_path / "s", {**state, "tokens": [1, bad, 3]}, engine.fingerprint)
-    with pytest.raises(StateError, match="no tokens|do not stand"):
+    with pytest.raises(StateError, match=r"no tokens|do not stand"):
         engine.load_session(tmp_path / "s")
 
 
