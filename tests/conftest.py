@@ -13,6 +13,12 @@ import pytest
 
 import ds4cli  # noqa: F401 - chooses the BLAS
 
+import mlx.core as mx  # isort: skip
+
+# Tolerances are those of a CPU; DS4CLI_TEST_DEVICE=gpu tries the models on Metal or CUDA. What runs
+# as a process of its own takes the device that a user would get.
+mx.set_default_device(mx.Device(getattr(mx, os.environ.get("DS4CLI_TEST_DEVICE", "cpu"))))
+
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch, tmp_path):

@@ -26,6 +26,8 @@ FAMILIES = (
     "gpt_oss",
     "deepseek_v41",
 )
+# Heads of the sizes that real models have, for kernels that smaller ones do not reach.
+REAL_HEADS = ("llama:64", "llama:128", "llama:256", "gemma3_text:256", "qwen3_next:128")
 # A factor on the weights that makes the argmax move from token to token, family by family.
 SCALE = 2.0
 TOLERANCE = 2e-5

@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 import pytest
-from oracle import FAMILIES, Letters, OracleDrafter, check, engine, plain, prompt
+from oracle import FAMILIES, REAL_HEADS, Letters, OracleDrafter, check, engine, plain, prompt
 from tiny import build
 
 from ds4cli.errors import StateError
@@ -108,6 +108,19 @@ def test_rewinding_anywhere_then_decoding_on(name):
         session.sync(whole[:pos])
         check(model(name), session)
     assert [t for e in session.stream(max_tokens=LENGTH) for t in e.tokens] == whole[PROMPT:]
+
+
+@pytest.mark.parametrize("name", REAL_HEADS)
+def test_heads_of_real_sizes_in_blocks_and_back(name):
+    """A kernel that only real head sizes reach is another for a block than for a row, or is wrong
+    after a rewind."""
+    session = make_session(name, "self", 0.0, 5)
+    assert tuple(generate(session)) == truth(name, 0.0)
+    whole = session.tokens
+    session.sync(whole[: PROMPT + 2])
+    assert [t for e in session.stream(max_tokens=LENGTH - 2) for t in e.tokens] == whole[
+        PROMPT + 2 :
+    ]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

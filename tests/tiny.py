@@ -604,4 +604,11 @@ CFG: dict[str, dict] = {
         num_hash_layers=0,
     ),
 }
+# Sizes of heads that MLX's fused attention and mlx-lm's packed kernel of the delta rule take.
+for _size in (64, 128, 256):
+    CFG[f"llama:{_size}"] = dict(CFG["llama"], head_dim=_size)
+CFG["qwen3_next:128"] = dict(
+    CFG["qwen3_next"], head_dim=128, linear_key_head_dim=128, linear_value_head_dim=128
+)
+CFG["gemma3_text:256"] = dict(CFG["gemma3_text"], head_dim=256, query_pre_attn_scalar=256)
 CFG["qwen3_next:moe"] = dict(CFG["qwen3_next"], num_experts=4, num_experts_per_tok=2)
