@@ -22,6 +22,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from ds4cli.drafters import Drafter, weights
 from ds4cli.drafters.block_config import BlockConfig, read
+from ds4cli.drafters.rows import Rows
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError
 from ds4cli.models.loading import unpack
@@ -246,8 +247,8 @@ class Context:
     def __init__(self, head: BlockHead):
         self.pos = 0
         self._head = head
-        self._first = self._stored = self._end = 0
-        self._waiting: list[tuple[int, Sequence[mx.array]]] = []
+        self._first = self._end = 0
+        self._waiting = Rows(0)
         self._buffers: list[list[mx.array]] = []  # [keys, values] a layer, (1, heads, rows, D)
 
     @property
@@ -265,24 +266,13 @@ class Context:
     def add(self, start: int, hidden: Sequence[mx.array]) -> None:
         """Rows from start on; they replace what stood there and after. A gap starts anew."""
         if not self._first <= start <= self.pos:
-            self._first = self._stored = start
-            self._waiting = []
-        elif start < self._end:
-            self._drop_waiting(start)
-        self._waiting.append((start, hidden))
-        self._stored = min(self._stored, start)
-        self.pos = self._end = start + len(hidden[0])
-        if self._end - self._stored > MOST_WAITING:
+            self._first = start
+            self._waiting = Rows(start)
+        self._waiting.put(start, hidden)
+        self.pos = self._end = self._waiting.end
+        if len(self._waiting) > MOST_WAITING:
             self._project()
             mx.async_eval(self._buffers)
-
-    def _drop_waiting(self, pos: int) -> None:
-        """Rows from pos on wait no more."""
-        waiting = [(at, rows) for at, rows in self._waiting if at < pos]
-        if waiting and waiting[-1][0] + len(waiting[-1][1][0]) > pos:
-            at, rows = waiting.pop()
-            waiting.append((at, [tap[: pos - at] for tap in rows]))
-        self._waiting = waiting
 
     def join(self, pos: int) -> Join:
         """What the attention of a block that stands at pos sees. Call it when `has(pos)`."""
@@ -300,14 +290,14 @@ class Context:
         return joined
 
     def _project(self) -> None:
-        if not self._waiting:
+        waiting = self._waiting
+        if not len(waiting):
             return
-        taps = [mx.concatenate(rows) for rows in zip(*(r for _, r in self._waiting), strict=True)]
-        x = self._head.context(taps)
+        x = self._head.context(waiting.take(waiting.start, waiting.end))
         for i, layer in enumerate(self._head.layers):
-            rows = layer.self_attn.keys_values(x, self._stored)
-            self._write(i, self._stored - self._first, rows)
-        self._waiting, self._stored = [], self._end
+            rows = layer.self_attn.keys_values(x, waiting.start)
+            self._write(i, waiting.start - self._first, rows)
+        self._waiting = Rows(self._end)
 
     def _write(self, layer: int, row: int, rows: tuple[mx.array, mx.array]) -> None:
         if layer == len(self._buffers):
@@ -324,7 +314,7 @@ class Context:
     def fork(self) -> Context:
         """A twin; rows are shared until one of the two writes."""
         twin = copy.copy(self)
-        twin._waiting = list(self._waiting)
+        twin._waiting = self._waiting.copy()
         # `mx.array` makes a second array object over the same data, copied on write.
         twin._buffers = [[mx.array(buffer) for buffer in pair] for pair in self._buffers]
         return twin

@@ -171,7 +171,7 @@ class MtpDrafter(Drafter):
         """hidden: one (n, H), the residual stream after the last layer, before the final norm."""
         if not self._base <= start <= self._rows.end:
             self._begin(start)
-        self._rows.put(start, hidden[0])
+        self._rows.put(start, hidden)
         self._cut(start)
         self._sure = min(self._sure, start - 1)
         self._rows.drop(min(self._made, self._rows.end - KEPT_ROWS))
@@ -240,7 +240,7 @@ class MtpDrafter(Drafter):
             if out is not None:
                 mx.eval(self._cache.keys, self._cache.values)
             pairs = list(tokens[first + 1 : end + 1])
-            hidden = self._target.norm(self._rows.take(first, end))
+            hidden = self._target.norm(self._rows.take(first, end)[0])
             out = self._head(self._target.embed(mx.array(pairs)), hidden, self._cache)
             self._paired += pairs
         return out[-1:]
