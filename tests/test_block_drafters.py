@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import replace
 
@@ -73,6 +74,7 @@ SPECULATORS = {
     "confidence_threshold": 0.0,
     "sample_from_anchor": False,
 }
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 7}
 CASES = {
     "vanilla": (DSPARK, ()),
     "gated": ({**DSPARK, "markov_head_type": "gated"}, ("lm_head", "embed_tokens")),
@@ -80,6 +82,30 @@ CASES = {
     "no markov": ({**DSPARK, "markov_rank": 0, "enable_confidence_head": False}, ()),
     "speculators": (SPECULATORS, ("lm_head",)),
     "dflash": (DFLASH, ()),
+    # What DeepSpec copies from a target with partial rotation and gated attention says nothing.
+    "copied fields": (
+        {
+            **DSPARK,
+            "model_type": "qwen3_5_text",
+            "attn_output_gate": True,
+            "partial_rotary_factor": 0.25,
+            "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25},
+        },
+        (),
+    ),
+    "embeddings tapped": ({**DSPARK, "target_layer_ids": [-1, 2]}, ()),
+    "sliding": (
+        {**SPECULATORS, "transformer_layer_config": {**LAYERS, **SLIDING}},
+        ("lm_head",),
+    ),
+    "sliding, sees ahead": (
+        {
+            **SPECULATORS,
+            "transformer_layer_config": {**LAYERS, **SLIDING},
+            "sliding_window_non_causal": True,
+        },
+        ("lm_head",),
+    ),
 }
 
 
@@ -162,7 +188,8 @@ class Plain:
     def attend(self, x, pos, rows, at, window):
         """One block row at pos over `rows`: (position, key, value)."""
         if window:
-            rows = [row for row in rows if pos - window < row[0] <= pos]
+            last = float("inf") if self.c.sees_ahead else pos
+            rows = [row for row in rows if pos - window < row[0] <= last]
         q = (x @ self.w[f"{at}.q_proj.weight"].T).reshape(HEADS, DIM)
         q, out = self.rope(self.norm(q, f"{at}.q_norm"), pos), []
         for h in range(HEADS):
@@ -541,7 +568,7 @@ def test_a_head_shared_with_the_target_must_prove_itself(tmp_path):
         ({**DSPARK, "num_target_layers": 9}, r"num_target_layers.* 9.* 4"),
         ({**DSPARK, "vocab_size": 99}, r"vocab_size.* 99.* 97"),
         ({**DSPARK, "target_layer_ids": [1, 4]}, r"layer 4 .*target_layer_ids"),
-        ({**DSPARK, "target_layer_ids": [-1, 2]}, r"layer -1 .*target_layer_ids"),
+        ({**DSPARK, "target_layer_ids": [-2, 2]}, r"layer -2 .*target_layer_ids"),
         ({**DSPARK, "target_layer_ids": [2, 2]}, r"twice.*target_layer_ids"),
         ({**DSPARK, "tie_word_embeddings": "false"}, r"tie_word_embeddings.*not true or false"),
         ({**DSPARK, "mask_token_id": 500}, "mask_token_id"),
@@ -571,6 +598,12 @@ def test_a_head_that_does_not_fit_is_refused_before_it_is_read(config, named):
         ({"layer_fusion_weights": [1.0]}, "layer_fusion_weights"),
         ({"projector_type": "domino"}, "domino"),
         ({"causal": True}, "causal"),
+        ({"is_causal": True}, "is_causal"),
+        ({"input_embedding_scale": 8.0}, "input_embedding_scale"),
+        ({"use_swa": True, "swa_window_size": 512}, "use_swa"),
+        ({"rope_is_neox_style": False}, "rope_is_neox_style"),
+        ({"draft_adapter_rank": 16}, "draft_adapter_rank"),
+        ({"attention_mode": "mla"}, "attention_mode"),
     ],
 )
 def test_methods_in_the_same_clothes_are_refused(changes, named):
@@ -579,6 +612,102 @@ def test_methods_in_the_same_clothes_are_refused(changes, named):
     for config in ({**DFLASH, **changes}, nested):
         with pytest.raises(UsageError, match=named):
             dflash.check(config, TARGET, "head")
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+NONSENSE = [
+    ({"num_key_value_heads": 3}, "num_key_value_heads"),
+    ({"head_dim": 15}, "head_dim"),
+    ({"rope_theta": 0}, "rope_theta"),
+    ({"rope_theta": -5.0}, "rope_theta"),
+    ({"rope_theta": float("inf")}, "rope_theta"),
+    ({"rope_scaling": {**YARN, "factor": 0}}, "factor"),
+    ({"rope_scaling": {**YARN, "attention_factor": 2.5}}, "attention_factor"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers"),
+    ({"num_hidden_layers": 100_000}, "num_hidden_layers"),
+    ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 10**18}, "sliding_window"),
+    ({"target_layer_ids": ["1", "2"]}, "target_layer_ids"),
+    ({"target_layer_ids": [True, 2]}, "target_layer_ids"),
+    ({"confidence_threshold": 1.5}, "confidence_threshold"),
+    ({"rms_norm_eps": "tiny"}, "rms_norm_eps"),
+    ({"draft_vocab_size": V + 1}, "draft_vocab_size"),
+    ({"hidden_size": True}, "hidden_size"),
+    ({"intermediate_size": 10**12}, "intermediate_size"),
+    ({"markov_rank": -1}, "markov_rank"),
+]
+
+
+@pytest.mark.parametrize(("changes", "named"), NONSENSE)
+def test_a_config_that_makes_no_sense_is_refused_by_field(changes, named):
+    """A head that raises at its first guess, in the middle of a reply, or that never ends."""
+    with pytest.raises(UsageError, match=named):
+        dspark.check({**DSPARK, **changes}, TARGET, "head")
+
+
+def test_a_field_that_nobody_knows_is_named(target, tmp_path):
+    """A field that changes the computation and is passed over."""
+    config = {**DSPARK, "torch_dtype": "bfloat16", "speculate_backwards": True, "_x": 1}
+    assert HeadSource(named("dspark"), "h", tmp_path, config).notices == [
+        "the head `h` has fields that are ignored: `speculate_backwards`"
+    ]
+    for known, _ in CASES.values():
+        kind = named(parts(known)[0])
+        assert HeadSource(kind, "h", tmp_path, known).notices == []
+
+
+def test_a_usual_attention_factor_is_no_reason_to_refuse():
+    """Files of Transformers say what follows from the factor anyway."""
+    scaling = {**YARN, "attention_factor": 0.1 * math.log(4) + 1}
+    dspark.check({**DSPARK, "rope_scaling": scaling}, TARGET, "head")
+
+
+WRONG_WEIGHTS = {
+    "bytes": ("norm.weight", lambda x: x.astype(mx.uint8)),
+    "whole numbers": ("fc.weight", lambda x: x.astype(mx.int32)),
+    "yes or no": ("fc.weight", lambda x: x > 0),
+    "far too large": ("layers.0.mlp.up_proj.weight", lambda x: x * 1e30),
+    "ids beyond": ("d2t", lambda x: x + 2**40),
+    "ids just beyond": ("d2t", lambda x: x + V - 40),
+    "ids below": ("d2t", lambda x: x - 1000),
+    "ids that are no numbers": ("d2t", lambda x: x.astype(mx.float32)),
+    "too few ids": ("d2t", lambda x: x[:5]),
+    "gated attention": ("layers.0.self_attn.q_proj.weight", lambda x: mx.concatenate([x, x])),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_WEIGHTS)
+def test_hostile_weights_are_refused_by_tensor(case, target, tmp_path):
+    """A table of ids beyond the vocabulary ended the process; others raised at the first guess,
+    with a text of MLX."""
+    tensor, change = WRONG_WEIGHTS[case]
+    weights = checkpoint(tmp_path / "h", SPECULATORS, target, ("lm_head",))
+    save(tmp_path / "h", SPECULATORS, {**weights, tensor: change(weights[tensor])})
+    with pytest.raises(ModelError, match=tensor) as caught:
+        HeadSource(named("dspark"), "h", tmp_path / "h", SPECULATORS).load(target.model, None)
+    assert not caught.value.message.startswith("[")
+
+
+def test_a_mask_longer_than_the_vocabulary_is_refused(target, tmp_path):
+    """Ids that are written beyond the end of a row."""
+    weights = checkpoint(tmp_path / "h", SPECULATORS, target, ("lm_head",))
+    del weights["d2t"]
+    weights["t2d"] = mx.arange(V + 40) >= V
+    save(tmp_path / "h", SPECULATORS, weights)
+    with pytest.raises(ModelError, match=r"t2d.* names id 97"):
+        dspark.DSparkHead.load(tmp_path / "h", target, None)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_head_guesses_once_when_it_is_loaded(case, target, tmp_path, monkeypatch):
+    """What a check overlooked is found in the middle of a reply."""
+    config, own = CASES[case]
+    checkpoint(tmp_path / "h", config, target, own)
+    source = HeadSource(named(parts(config)[0]), "h", tmp_path / "h", config)
+    source.load(target.model, None)
+    monkeypatch.setattr(BlockHead, "logits", lambda self, slots: slots[:, :3] * mx.nan)
+    with pytest.raises(ModelError, match="`h` cannot run"):
+        source.load(target.model, None)
 
 
 def test_heads_that_fit_pass():
@@ -594,6 +723,8 @@ def test_speculators_say_which_slot_comes_first():
         methods = {"proposal_methods": [{"speculative_tokens": tokens}]}
         config = read({**silent, "speculators_config": methods}, "dspark", "x")
         assert (config.first_slot, config.guesses) == (first, tokens)
+        said = {**silent, "speculators_config": methods, "sample_from_anchor": True}
+        assert read(said, "dspark", "x").first_slot == 0
 
 
 def test_the_head_says_what_it_wants(target, tmp_path):

@@ -30,6 +30,17 @@ def test_the_last_tap_makes_the_logits(family):
     assert not mx.allclose(noted[0], noted[1], atol=1e-2)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5"])
+def test_the_layer_before_the_first_is_what_goes_into_it(family):
+    """Guards: heads that read the embeddings, which is valid, and models that scale them."""
+    model = tiny.build(family)
+    _, noted = call(model, [5, 6, 7], Taps.arm(model, [-1, 0]))
+    embedded = Target(model).embed(mx.array([5, 6, 7]))
+    scale = embedded.shape[-1] ** 0.5 if family == "gemma3_text" else 1
+    assert mx.allclose(noted[0], embedded * scale, atol=1e-5)
+    assert not mx.allclose(noted[0], noted[1], atol=1e-2)
+
+
 def test_listening_changes_nothing_and_is_local():
     """Guards: a model that computes otherwise while it is heard, or notes when nobody asks."""
     model = tiny.build("qwen3_5")

@@ -107,4 +107,4 @@ def _of_kind(
         return drafter()
     if kind.source == registry.MODEL:
         return drafter(draft, sampler)
-    return drafter(head.module, head.target, sampler)
+    return head.drafter(sampler)

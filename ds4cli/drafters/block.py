@@ -20,7 +20,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
-from ds4cli.drafters import Drafter, weights
+from ds4cli.drafters import Drafter, vocabulary, weights
 from ds4cli.drafters.block_config import BlockConfig, read
 from ds4cli.drafters.rows import Rows
 from ds4cli.drafters.target import Target
@@ -50,13 +50,14 @@ class BlockAttention(nn.Module):
         self.q_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
         self.rope = initialize_rope(
-            int(dim * config.partial_rotary_factor),
+            dim,
             config.rope_theta,
             False,
             config.rope_scaling,
             config.max_position_embeddings,
         )
         self._dim, self._layer, self._window = dim, layer, config.windows[layer]
+        self._sees_ahead = config.sees_ahead
 
     def keys_values(self, x: mx.array, pos: int) -> tuple[mx.array, mx.array]:
         """Of rows x (n, H) that stand at pos, pos + 1, ...: (1, heads, n, D) each."""
@@ -78,14 +79,16 @@ class BlockAttention(nn.Module):
     def _see(
         self, keys: mx.array, values: mx.array, block: int
     ) -> tuple[mx.array, mx.array, mx.array | None]:
-        """What the block's rows may see; in a windowed layer that is causal, as z-lab trains it."""
+        """What the block's rows may see; in a windowed layer not those behind them, as z-lab trains
+        it, unless the config says so."""
         if self._window is None:
             return keys, values, None
         first = max(0, keys.shape[2] - block - self._window + 1)
         keys, values = keys[:, :, first:], values[:, :, first:]
         rows = keys.shape[2]
-        ahead = mx.arange(rows - block, rows)[:, None] - mx.arange(rows)[None]
-        return keys, values, (ahead >= 0) & (ahead < self._window)
+        back = mx.arange(rows - block, rows)[:, None] - mx.arange(rows)[None]
+        is_seen = back < self._window
+        return keys, values, is_seen if self._sees_ahead else is_seen & (back >= 0)
 
 
 class BlockLayer(nn.Module):
@@ -164,8 +167,8 @@ class BlockHead(nn.Module):
         config = self.config
         offsets, mask = tensors.pop("d2t", None), tensors.pop("t2d", None)
         if config.draft_vocab_size != config.vocab_size:
-            ids = _target_ids(offsets, mask, config.draft_vocab_size)
-            self._target_ids = _known(ids, config.vocab_size)
+            sizes = config.draft_vocab_size, config.vocab_size
+            self._target_ids = vocabulary.target_ids(offsets, mask, *sizes)
         has_head = "lm_head.weight" in tensors or self._target_ids is not None
         if "embed_tokens.weight" in tensors:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -199,9 +202,7 @@ class BlockHead(nn.Module):
         """Logits (n, draft vocabulary) over the target's ids, so that both see the same noise."""
         if self._target_ids is None:
             return rows
-        wide = mx.full((len(rows), self.config.vocab_size), -mx.inf, rows.dtype)
-        wide[:, self._target_ids] = rows
-        return wide
+        return vocabulary.spread(rows, self._target_ids, self.config.vocab_size)
 
 
 def _tensors(folder: Path) -> dict[str, mx.array]:
@@ -211,30 +212,9 @@ def _tensors(folder: Path) -> dict[str, mx.array]:
     if not tensors:
         raise ModelError(f"`{folder}` has no weights (*.safetensors)")
     tensors = {name.removeprefix("model."): x for name, x in tensors.items()}
+    # Early checkpoints of SpecForge kept what stands beside the backbone in a part of its own.
+    tensors = {name.removeprefix("logit_head."): x for name, x in tensors.items()}
     return {name: x for name, x in tensors.items() if not name.startswith(UNREAD)}
-
-
-def _target_ids(offsets: mx.array | None, mask: mx.array | None, size: int) -> mx.array:
-    """The target's id of every draft id: int32 (size,)."""
-    if offsets is not None:
-        ids = mx.arange(size) + offsets.astype(mx.int32)
-    elif mask is not None:
-        ids = mx.array([i for i, is_in in enumerate(mask.tolist()) if is_in], mx.int32)
-    else:
-        raise ModelError("the head has a vocabulary of its own but no tensor `d2t` or `t2d`")
-    if ids.shape != (size,):
-        raise ModelError(f"tensor `t2d` names {len(ids)} ids, `draft_vocab_size` is {size}")
-    return ids
-
-
-def _known(ids: mx.array, vocab_size: int) -> mx.array:
-    """`ids`, all of them the target's: MLX would write elsewhere for any other."""
-    for extreme in (ids.min().item(), ids.max().item()):
-        if not 0 <= extreme < vocab_size:
-            raise ModelError(
-                f"tensor `d2t` or `t2d` names id {extreme}, the target has ids below {vocab_size}"
-            )
-    return ids
 
 
 class Context:

@@ -5,19 +5,25 @@ Which kinds there are says `registry`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from ds4cli.drafters import Drafter
 from ds4cli.drafters.registry import FOLDER, HEADS, WEIGHTS, Kind, named
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError, UsageError
 from ds4cli.models import loading
+from ds4cli.sampling import Sampler
+from ds4cli.settings import Settings
 
 # What fields of the wrong type, and sizes that make no sense, raise somewhere in mlx or Python.
-NONSENSE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+NONSENSE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+# Tokens of the text that a head guesses after when it is loaded.
+REHEARSED = 3
 
 
 @dataclass(frozen=True)
@@ -29,12 +35,20 @@ class HeadSource:
     folder: Path
     config: dict[str, Any]
 
+    @property
+    def notices(self) -> list[str]:
+        """What of its config is ignored without knowing what it means."""
+        if self.kind.source != FOLDER:
+            return []
+        fields = ", ".join(f"`{name}`" for name in self.kind.part("unknown_fields")(self.config))
+        return [f"the head `{self.name}` has fields that are ignored: {fields}"] if fields else []
+
     def check(self, target_config: dict[str, Any]) -> None:
         """UsageError, naming the field, if this head was made for another target."""
         try:
             self.kind.part("check")(self.config, target_config, self.name)
         except NONSENSE as error:
-            raise UsageError(f"cannot read the config of head `{self.name}`: {error!r}") from None
+            raise UsageError(f"the config of the head `{self.name}` makes no sense") from error
 
     def load(self, model: Any, dtype: mx.Dtype | None) -> Head:
         """The head with its weights evaluated. dtype: float32 to unpack and cast, None as stored.
@@ -42,9 +56,30 @@ class HeadSource:
         target = Target(model)
         try:
             module = self.kind.part(self.kind.head).load(self.folder, target, dtype)
+            head = Head(self.kind, module, target)
+            _rehearse(head)
         except NONSENSE as error:
-            raise ModelError(f"cannot load the head `{self.name}`: {error!r}") from None
-        return Head(self.kind, module, target)
+            raise ModelError(f"the head `{self.name}` cannot run on this model") from error
+        return head
+
+
+def _rehearse(head: Head) -> None:
+    """Guess once after a made-up text: what is wrong is found now, not in the middle of a reply."""
+    rows = [mx.sin(mx.arange(REHEARSED * head.target.hidden_size)).reshape(REHEARSED, -1)]
+    drafter = head.drafter(_Strict(Settings(), head.target.vocab_size))
+    drafter.observe(0, rows * len(head.taps))
+    drafter.propose([0] * (REHEARSED + 1), REHEARSED)
+
+
+class _Strict(Sampler):
+    """Refuses rows that name nothing."""
+
+    def pick(
+        self, rows: mx.array, pos: int, history: Sequence[int], mask: mx.array | None = None
+    ) -> mx.array:
+        if mx.isnan(rows).any().item() or not mx.isfinite(rows.max(axis=-1)).all().item():
+            raise ValueError("the head's logits are no numbers")
+        return super().pick(rows, pos, history, mask)
 
 
 @dataclass(frozen=True)
@@ -59,6 +94,15 @@ class Head:
     def taps(self) -> tuple[int, ...]:
         """Layers of the target that it reads."""
         return tuple(self.module.taps)
+
+    @property
+    def max_drafts(self) -> float:
+        """The most guesses that it gives at once."""
+        return self.drafter(Sampler(Settings(), self.target.vocab_size)).max_drafts
+
+    def drafter(self, sampler: Sampler) -> Drafter:
+        """A new session's drafter."""
+        return self.kind.part(self.kind.drafter)(self.module, self.target, sampler)
 
 
 def kind_of(config: dict[str, Any]) -> Kind | None:

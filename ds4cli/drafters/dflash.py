@@ -16,6 +16,11 @@ def check(config: dict[str, Any], target_config: dict[str, Any], name: str) -> N
     block_config.check(config, target_config, "dflash", name)
 
 
+def unknown_fields(config: dict[str, Any]) -> list[str]:
+    """Fields that are ignored without knowing what they mean."""
+    return block_config.unknown_fields(config)
+
+
 class DFlashHead(BlockHead):
     """The backbone alone."""
 

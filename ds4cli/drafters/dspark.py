@@ -31,6 +31,11 @@ def check(config: dict[str, Any], target_config: dict[str, Any], name: str) -> N
     block_config.check(config, target_config, "dspark", name)
 
 
+def unknown_fields(config: dict[str, Any]) -> list[str]:
+    """Fields that are ignored without knowing what they mean."""
+    return block_config.unknown_fields(config)
+
+
 class MarkovHead(nn.Module):
     """What to add to a slot's logits after the token before: rank r, in one of three ways.
 

@@ -335,7 +335,11 @@ def _load_head(
         if settings.drafter != "auto" or settings.draft_model is not None:
             raise
         return None, [f"drafting with ngram alone: {error}"]
-    return head, []
+    notices = source.notices
+    pinned, most = settings.num_draft_tokens, head.max_drafts
+    if pinned is not None and pinned > most:
+        notices.append(f"the head `{source.name}` guesses {most} tokens a step, not {pinned}")
+    return head, notices
 
 
 def _context(source: loading.Source, draft: loading.Source | None) -> int | None:

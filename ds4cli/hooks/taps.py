@@ -24,7 +24,7 @@ _noted: ContextVar[dict[int, list[Any]] | None] = ContextVar("ds4cli_taps", defa
 class Taps:
     """Chosen layers of one model that can be listened to. Make one with `arm`.
 
-    layers: 0-based, in the order in which a drafter wants them.
+    layers: 0-based, in the order in which a drafter wants them; -1 is what goes into the first one.
     """
 
     def __init__(self, layers: tuple[int, ...], modules: list[nn.Module]):
@@ -36,13 +36,13 @@ class Taps:
         """Put the layer instances into listening subclasses, once each. ModelError where the model
         has no such layers."""
         stack = getattr(model, "layers", None) or []
-        beyond = [i for i in layers if not 0 <= i < len(stack)]
+        beyond = [i for i in layers if not -1 <= i < len(stack)]
         if beyond:
             raise ModelError(
                 f"the drafter reads layer `{beyond[0]}`, `{type(model).__module__}` has "
                 f"{len(stack)} layers"
             )
-        modules = [stack[i] for i in layers]
+        modules = [stack[max(0, i)] for i in layers]
         for module in modules:
             if not getattr(type(module), "is_tapped", False):
                 module.__class__ = _listening(type(module))
@@ -51,22 +51,24 @@ class Taps:
     @contextmanager
     def noting(self) -> Iterator[list[mx.array]]:
         """Note one model call. The list holds, on exit, one lazy (n, H) array a layer."""
-        notes: dict[int, list[Any]] = {id(m): [] for m in self._modules}
+        notes: dict[int, list[Any]] = {id(m): [] for m in self._modules}  # (input, output)
         found: list[mx.array] = []
         token = _noted.set(notes)
         try:
             yield found
         finally:
             _noted.reset(token)
-        found += [_rows(notes[id(m)], m) for m in self._modules]
+        pairs = zip(self.layers, self._modules, strict=True)
+        found += [_rows(notes[id(m)], m, is_input=i < 0) for i, m in pairs]
 
 
-def _rows(outputs: list[Any], module: nn.Module) -> mx.array:
-    """The one output of a layer, without its batch axis; the first, where it returns several."""
+def _rows(calls: list[Any], module: nn.Module, is_input: bool) -> mx.array:
+    """The one output, or input, of a layer, without its batch axis; the first of several."""
     name = f"{type(module).__module__}.{type(module).__name__}"
-    if len(outputs) != 1:
-        raise ModelError(f"`{name}` ran {len(outputs)} times in one model call, not once")
-    output = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
+    if len(calls) != 1:
+        raise ModelError(f"`{name}` ran {len(calls)} times in one model call, not once")
+    output = calls[0][0 if is_input else 1]
+    output = output[0] if isinstance(output, tuple) else output
     if not isinstance(output, mx.array) or output.ndim != 3 or output.shape[0] != 1:
         raise ModelError(f"`{name}` does not return its residual stream as one array")
     return output[0]
@@ -76,11 +78,11 @@ def _rows(outputs: list[Any], module: nn.Module) -> mx.array:
 def _listening(cls: type) -> type:
     call = cls.__call__
 
-    def __call__(self, *args, **kwargs):
-        output = call(self, *args, **kwargs)
+    def __call__(self, x, *args, **kwargs):
+        output = call(self, x, *args, **kwargs)
         notes = _noted.get()
         if notes is not None and id(self) in notes:
-            notes[id(self)].append(output)
+            notes[id(self)].append((x, output))
         return output
 
     listening = derived(cls, __call__)
