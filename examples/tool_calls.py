@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from ds4cli import Engine
-from ds4cli.drafters import Drafter
+from ds4cli.drafters.drafter import Drafter
 from ds4cli.tools import Guard, tools_of
 
 VERBS = [

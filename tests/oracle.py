@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from tiny import V, build
 
-from ds4cli.drafters import Drafter
+from ds4cli.drafters.drafter import Drafter
 
 FAMILIES = (
     "llama",

@@ -16,7 +16,7 @@ from tiny import V, build, ids
 from ds4cli.drafters import block, dflash, dspark
 from ds4cli.drafters.block import BlockHead
 from ds4cli.drafters.block_config import read
-from ds4cli.drafters.checkpoint import HeadSource
+from ds4cli.drafters.heads import HeadSource
 from ds4cli.drafters.registry import named
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError, UsageError

@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from ds4cli import Engine
-from ds4cli.drafters.checkpoint import kind_of
+from ds4cli.drafters.heads import kind_of
 from ds4cli.errors import DS4Error
 
 FOLDER = Path(__file__).parents[1] / "ds4cli" / "builtin"

@@ -15,8 +15,9 @@ from mlx.utils import tree_flatten
 from oracle import SCALE, Letters, check, engine, plain, prompt
 from tiny import CFG, V, build
 
-from ds4cli.drafters import Drafter, block_config, dflash, dspark, mtp
-from ds4cli.drafters.checkpoint import Head
+from ds4cli.drafters import block_config, dflash, dspark, mtp
+from ds4cli.drafters.drafter import Drafter
+from ds4cli.drafters.heads import Head
 from ds4cli.drafters.registry import named
 from ds4cli.drafters.target import Target
 from ds4cli.engine.engine import Engine

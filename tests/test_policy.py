@@ -5,9 +5,9 @@ from functools import lru_cache
 
 import pytest
 
-from ds4cli.drafters import Drafter
 from ds4cli.drafters.combined import CombinedDrafter
 from ds4cli.drafters.costs import SIZES
+from ds4cli.drafters.drafter import Drafter
 from ds4cli.drafters.policy import HEAT_TOKENS, Chances, DraftPolicy, Experience
 from ds4cli.settings import MAX_BLOCK_TOKENS, Settings
 

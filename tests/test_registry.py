@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 from test_docs import ROOT, rows_of, section
 
-from ds4cli.drafters import Drafter, make, registry
+from ds4cli.drafters import registry
+from ds4cli.drafters.drafter import Drafter
+from ds4cli.drafters.making import make
 from ds4cli.errors import UsageError
 from ds4cli.settings import OPTIONS, resolve
 

@@ -9,7 +9,7 @@ from mlx_lm.models.cache import KVCache
 from test_tools_exact import BAD, GOOD, LENGTH, FakeModel, Loop, copying
 from toolkit import TOOLS, tokenizer
 
-from ds4cli.drafters import Drafter
+from ds4cli.drafters.drafter import Drafter
 from ds4cli.engine.engine import Engine
 from ds4cli.sampling import Sampler
 from ds4cli.settings import Settings

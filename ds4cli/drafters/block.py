@@ -20,8 +20,9 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
-from ds4cli.drafters import Drafter, vocabulary, weights
+from ds4cli.drafters import vocabulary, weights
 from ds4cli.drafters.block_config import BlockConfig, read
+from ds4cli.drafters.drafter import Drafter
 from ds4cli.drafters.rows import Rows
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError

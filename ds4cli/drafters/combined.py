@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ds4cli.drafters import Drafter
+from ds4cli.drafters.drafter import Drafter
 
 if TYPE_CHECKING:
     import mlx.core as mx

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds4cli.drafters import Drafter
+from ds4cli.drafters.drafter import Drafter
 from ds4cli.rewind.timeline import Timeline
 from ds4cli.sampling import Sampler
 

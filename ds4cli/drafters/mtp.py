@@ -24,7 +24,8 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from ds4cli.drafters import Drafter, mtp_weights, weights
+from ds4cli.drafters import mtp_weights, weights
+from ds4cli.drafters.drafter import Drafter
 from ds4cli.drafters.rows import Rows
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError, UsageError

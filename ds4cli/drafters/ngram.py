@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from ds4cli.drafters import Drafter
+from ds4cli.drafters.drafter import Drafter
 from ds4cli.tokens import common_prefix
 
 # Lengths that are indexed. A match is as long as it turns out to be; these only find candidates.

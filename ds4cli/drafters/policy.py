@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
 from operator import mul
 
-from ds4cli.drafters import Drafter
 from ds4cli.drafters.costs import CallCosts, DraftTimes
+from ds4cli.drafters.drafter import Drafter
 from ds4cli.settings import Settings
 
 CHANCE_DECAY = 0.97

@@ -50,7 +50,7 @@ class Kind:
 
 # Heads in the order in which they are preferred where a target has several.
 KINDS = (
-    Kind("none", "nothing", "nothing", NOTHING, "ds4cli.drafters", "Drafter"),
+    Kind("none", "nothing", "nothing", NOTHING, "ds4cli.drafters.drafter", "Drafter"),
     Kind(
         "ngram",
         "what followed the longest match in prompt, reply and tool results",

@@ -13,12 +13,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from ds4cli import __version__, drafters
+from ds4cli import __version__
 from ds4cli.backend import blas
 from ds4cli.caches import adapt, build_caches, check_kv_bits, check_kv_group
-from ds4cli.drafters import checkpoint, registry
-from ds4cli.drafters.checkpoint import Head, HeadSource
+from ds4cli.drafters import heads, registry
 from ds4cli.drafters.costs import PriceList
+from ds4cli.drafters.drafter import Drafter
+from ds4cli.drafters.heads import Head, HeadSource
+from ds4cli.drafters.making import make
 from ds4cli.drafters.policy import Experience
 from ds4cli.engine.capabilities import Capabilities, survey
 from ds4cli.engine.session import Session
@@ -216,12 +218,12 @@ class Engine(Vocabulary):
         """A new, empty session."""
         return self.session_from(self._timeline(self.model))
 
-    def session_from(self, timeline: Timeline, drafter: drafters.Drafter | None = None) -> Session:
+    def session_from(self, timeline: Timeline, drafter: Drafter | None = None) -> Session:
         """A session that goes on from `timeline`, with a new drafter if none is given."""
         sampler = Sampler(self.settings, token_limit=self.token_limit)
         if drafter is None:
             draft = None if self._draft is None else self._timeline(self._draft)
-            drafter = drafters.make(self.settings, sampler, draft=draft, head=self._head)
+            drafter = make(self.settings, sampler, draft=draft, head=self._head)
         return Session(self, timeline, sampler, drafter)
 
     def load_session(self, path: str | Path) -> Session:
@@ -286,7 +288,7 @@ def _named_drafter(
 ) -> tuple[loading.Source | None, HeadSource | None]:
     """What `--draft-model` names: an ordinary model, or a head that fits the target."""
     source = loading.locate(name, offline)
-    kind = checkpoint.kind_of(source.config)
+    kind = heads.kind_of(source.config)
     found = kind or registry.named("model")
     if wanted not in (None, found):
         raise UsageError(
@@ -307,7 +309,7 @@ def _own_head(
     """The head in the target's own folder. In `auto`, one that does not fit gives a notice."""
     for kind in registry.HEADS if wanted is None else (wanted,):
         try:
-            head = checkpoint.find(kind, target.name, target.folder, target.config)
+            head = heads.find(kind, target.name, target.folder, target.config)
             if head is not None:
                 head.check(target.config)
         except UsageError as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ds4cli.drafters import Drafter
+from ds4cli.drafters.drafter import Drafter
 from ds4cli.drafters.registry import FOLDER, HEADS, WEIGHTS, Kind, named
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError, UsageError
