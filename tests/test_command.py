@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from fnmatch import fnmatch
+from pathlib import Path
 
 import pexpect
 import pytest
@@ -135,6 +136,26 @@ def test_no_code_of_a_model_folder_is_run(tmp_path, model_folder, kind, flag, co
     error, hint = done.stderr.splitlines()
     assert error.startswith("error: ") and str(folder) in error and hint.startswith("hint: ")
     assert "y/N" not in done.stderr
+
+
+def test_a_template_that_links_out_of_its_folder_is_refused(tmp_path, model_folder):
+    """A downloaded archive could make any file of its user's part of a prompt, and of a reply."""
+    (tmp_path / "secret").write_text("my secret")
+    folder = shutil.copytree(model_folder, tmp_path / "archive")
+    (folder / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    done = run("-m", folder, "hi")
+    assert done.exit_code == 2 and done.stdout == "" and "outside its model's" in done.stderr
+
+
+def test_the_links_of_the_hubs_cache_are_followed(tmp_path, model_folder):
+    """Every file of a downloaded model is such a link."""
+    folder = shutil.copytree(model_folder, tmp_path / "models--a--b" / "snapshots" / "1")
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir()
+    (blobs / "0a").write_text("{{ messages[0].content }}")
+    (folder / "chat_template.jinja").symlink_to(Path("..") / ".." / "blobs" / "0a")
+    done = run("-m", folder, "-n", "2", "--json", "hi")
+    assert done.exit_code == 0 and json.loads(done.stdout)["usage"]["prompt_tokens"] == 2
 
 
 def test_code_that_is_not_needed_does_not_matter(tmp_path, model_folder):

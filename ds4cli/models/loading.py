@@ -187,6 +187,7 @@ def tokenizer(source: Source) -> Any:
     UsageError for one that needs code from the folder: unless told not to, transformers asks on
     standard input whether to run it, and piped text would answer.
     """
+    _refuse_templates_elsewhere(source)
     eos, extra = source.config.get("eos_token_id"), {"trust_remote_code": False}
     try:
         return load_tokenizer(source.folder, extra, eos_token_ids=eos)
@@ -195,6 +196,22 @@ def tokenizer(source: Source) -> Any:
             raise _needs_code(f"the tokenizer of `{source.name}`", "auto_map") from None
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(f"`{source.name}` has no usable tokenizer: {first}") from None
+
+
+def _refuse_templates_elsewhere(source: Source) -> None:
+    """UsageError for a template that links out of its folder: any file of the user's could become
+    part of the prompt. In the hub's cache files are links to `blobs` two folders up."""
+    homes = [source.folder.resolve()]
+    blobs = source.folder.parent.parent / "blobs"
+    if source.folder.parent.name == "snapshots" and not blobs.is_symlink():
+        homes.append(blobs.resolve())
+    for path in (*source.folder.glob("*.jinja"), *source.folder.glob("*/*.jinja")):
+        target = path.resolve()
+        if not any(target.is_relative_to(home) for home in homes):
+            raise UsageError(
+                f"the chat template `{path}` is a link to `{target}`, outside its model's folder",
+                "put a copy of the file there if you trust it",
+            )
 
 
 def weights(source: Source, dtype: str) -> tuple[Any, list[str]]:
