@@ -4,6 +4,7 @@ import pytest
 from oracle import engine, plain, prompt
 from tiny import build
 
+from ds4cli.drafters import costs as costs_module
 from ds4cli.drafters.costs import SIZES, CallCosts, DraftTimes, PriceList, measure
 from ds4cli.engine.reply import Regions
 from ds4cli.engine.session import Session
@@ -84,6 +85,35 @@ def test_compiling_ends_some_time(monkeypatch):
     """Ten sizes that take half a minute each would be a program that hangs."""
     _, took_s = timed(monkeypatch, 0.001, first_s=20)
     assert took_s < 100
+
+
+def test_calls_are_timed_at_length_where_that_is_read_fast(monkeypatch):
+    """What attention costs by the row does not show after 64 tokens; and reading a thousand on a
+    slow model takes longer than all of the measuring."""
+    e, now, read = engine("llama", model=build("llama")), [0.0], []
+    for token_s in (0.0, 0.002, 0.1):
+        timeline = e.scratch_timeline()
+        feed, begin = timeline.feed, now[0]
+
+        def slow(tokens, feed=feed, token_s=token_s, **how):
+            now[0] += token_s * len(tokens)
+            return feed(tokens, **how)
+
+        monkeypatch.setattr(timeline, "feed", slow)
+        costs_module._read_context(timeline, (prompt(8) * 200)[:1024], lambda: now[0])
+        read.append((timeline.pos, now[0] - begin))
+    assert [pos for pos, _ in read[:2]] == [1024, 378] and read[1][1] < 1
+    assert read[2][0] == 133
+
+
+def test_a_gpu_is_known_by_its_name_not_by_the_hosts(monkeypatch):
+    """A laptop that gets another host name in every network measured its prices again each time."""
+    e = engine("llama", model=build("llama"))
+    key = e._price_key()
+    monkeypatch.setattr("platform.node", lambda: "another.local")
+    assert e._price_key() == key
+    monkeypatch.setattr("mlx.core.device_info", lambda device: {"device_name": "Apple M9"})
+    assert "Apple M9" in e._price_key()["device"]
 
 
 # --- prices while running ---------------------------------------------------------------------

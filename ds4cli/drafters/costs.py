@@ -22,15 +22,19 @@ from typing import Any
 
 from ds4cli.settings import MAX_BLOCK_TOKENS
 
-# Rows that are measured, the most telling first: a slow model is given fewer of them.
-SIZES = (1, 2, 4, 8, 16, MAX_BLOCK_TOKENS, 3, 6, 12, 24)
+# Rows that are measured, the most telling first: a slow model is given fewer of them. Metal's
+# products of quantised weights read those once per 5 rows.
+SIZES = (1, 2, 4, 8, 16, MAX_BLOCK_TOKENS, 5, 10, 3, 6, 12, 24)
 REPEATS = 3
 PLAIN_TOKENS = 8
 BUDGET_S = 2.0
 # A first call of a kind may compile for seconds: that is no reason to know less of a fast model,
 # but all of it must end some time.
 MOST_S = 30.0
-CONTEXT_TOKENS = 64
+# Calls are timed after so many tokens, where what attention costs by the row begins to show, or as
+# many as are read in READ_S.
+CONTEXT_TOKENS, TRIED_TOKENS = 1024, 64
+READ_S = 0.5
 # Prices assumed until they are measured: on the high side, so that only guesses that are nearly
 # sure are tried. Beyond the sizes that were measured a row is assumed to cost little: a guess that
 # is too low is found out.
@@ -114,7 +118,7 @@ def measure(
     """Seconds by rows, as many sizes as fit the budget; 0 and 1 always."""
     last = clock() + MOST_S
     tokens = list(tokens[:CONTEXT_TOKENS])
-    timeline.sync(tokens)
+    _read_context(timeline, tokens, clock)
     taken = {1: _call_seconds(timeline, sampler, tokens[:1], budget_s, clock)}
     taken[0] = _plain_seconds(timeline, sampler, tokens[:1], clock)
     one = statistics.median(taken[1])
@@ -127,6 +131,16 @@ def measure(
         feed = (tokens * rows)[:rows]
         taken[rows] = _call_seconds(timeline, sampler, feed, left, clock)
     return {rows: statistics.median(each) for rows, each in taken.items()}
+
+
+def _read_context(timeline: Any, tokens: list[int], clock: Callable[[], float]) -> None:
+    """Some tokens for whatever is compiled, some to see how fast it goes, then as many as fit."""
+    timeline.sync(tokens[:TRIED_TOKENS])
+    begin, tried = clock(), tokens[TRIED_TOKENS : 2 * TRIED_TOKENS]
+    if tried:
+        timeline.sync(tokens[: 2 * TRIED_TOKENS])
+        token_s = max(1e-6, (clock() - begin) / len(tried))
+        timeline.sync(tokens[: 2 * TRIED_TOKENS + int(READ_S / token_s)])
 
 
 def _call_seconds(

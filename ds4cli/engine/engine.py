@@ -202,8 +202,9 @@ class Engine(Vocabulary):
             "weights": f"{settings.dtype} float32={loading.is_float32(self.model)}",
             "kv": f"{settings.kv_bits} {settings.kv_group_size}",
             "taps": "none" if self._head is None else str(self._head.taps),
-            "machine": f"{platform.node()} {platform.machine()} {os.cpu_count()}",
-            "device": f"{mx.default_device()} {blas.name()} cuda_forms={cuda.is_on()}",
+            "machine": f"{platform.machine()} {os.cpu_count()}",
+            "device": f"{mx.default_device()} {_device_name()}",
+            "forms": f"{blas.name()} cuda_forms={cuda.is_on()}",
             "threads": " ".join(os.environ.get(name, "") for name in threads),
             "versions": f"ds4cli {__version__} mlx {version('mlx')} mlx-lm {version('mlx-lm')}",
         }
@@ -267,6 +268,11 @@ class Engine(Vocabulary):
             kv_group_size=settings.kv_group_size,
             taps=Taps.arm(model, self._head.taps) if read else None,
         )
+
+
+def _device_name() -> str:
+    """The processor or GPU that computes: a host's name changes with the network."""
+    return str(mx.device_info(mx.default_device()).get("device_name"))
 
 
 def _drafting(
