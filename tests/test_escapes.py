@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import unicodedata
+from types import SimpleNamespace
 
 import pytest
 import talk
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from ds4cli import terminal
 from ds4cli.chat.commands import COMMANDS
 from ds4cli.chat.markdown import MarkdownWriter
+from ds4cli.chat.prompt import visible_input
 from ds4cli.cli import app
 from ds4cli.escapes import visible
 
@@ -136,6 +138,15 @@ def test_a_link_shows_its_target(monkeypatch):
     writer.answer("[https://good.example](https://bad.example/x)\n\n")
     writer.end()
     assert "https://good.example (https://bad.example/x)" in check(screens)
+
+
+def test_the_input_line_shows_what_hides_in_a_draft():
+    """A message that comes back to be edited reverses the line; the cursor stands elsewhere."""
+    given = SimpleNamespace(fragments=[("", "a\u202e"), ("bold", "b\x1bc")])
+    shown = visible_input().apply_transformation(given)
+    assert shown.fragments == [("", "a\\u202e"), ("bold", "b\\x1bc")]
+    assert [shown.source_to_display(i) for i in range(7)] == [0, 1, 7, 8, 12, 13, 14]
+    assert [shown.display_to_source(i) for i in (0, 1, 7, 8, 12, 13)] == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.fixture(scope="module")

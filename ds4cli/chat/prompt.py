@@ -6,7 +6,9 @@ backslash, or as one paste. Whatever was typed is in the history, a line cleared
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -18,6 +20,7 @@ from typing import Any, TextIO
 
 from ds4cli import terminal
 from ds4cli.errors import UsageError
+from ds4cli.escapes import visible
 
 PROMPT = ">>> "
 CONTINUED = "... "
@@ -221,6 +224,7 @@ class TerminalReader:
             complete_while_typing=False,
             enable_suspend=True,
             key_bindings=_key_bindings(),
+            input_processors=[visible_input()],
             output=create_output(_drawable()),
         )
 
@@ -281,6 +285,28 @@ def _completer(complete: Callable[[str], tuple[list[str], int]]) -> Any:
                 yield Completion(candidate, start_position=-length)
 
     return Words()
+
+
+def visible_input() -> Any:
+    """Shows what hides in the input line as escapes; the message itself stays as it is."""
+    from prompt_toolkit.formatted_text.utils import fragment_list_to_text
+    from prompt_toolkit.layout.processors import Processor, Transformation
+
+    class Visible(Processor):
+        def apply_transformation(self, given: Any) -> Any:
+            text = fragment_list_to_text(given.fragments)
+            if visible(text) == text:
+                return Transformation(given.fragments)
+            starts = [0, *itertools.accumulate(len(visible(char)) for char in text)]
+            shown = [(fragment[0], visible(fragment[1])) for fragment in given.fragments]
+            last = len(text)
+            return Transformation(
+                shown,
+                source_to_display=lambda at: starts[min(at, last)] + max(0, at - last),
+                display_to_source=lambda at: bisect.bisect_right(starts, at) - 1,
+            )
+
+    return Visible()
 
 
 def _key_bindings() -> Any:
