@@ -14,7 +14,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     ("errors", "escapes"),
     ("drafters.registry",),
-    ("settings", "tokens"),
+    ("settings", "tokens", "models.mlx_lm"),
     ("backend", "text", "hooks", "models"),
     ("caches", "sampling", "tools"),
     ("tape",),

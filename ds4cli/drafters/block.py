@@ -26,7 +26,7 @@ from ds4cli.drafters.drafter import Drafter
 from ds4cli.drafters.rows import Rows
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError
-from ds4cli.models.loading import unpack
+from ds4cli.models.weights import unpack
 from ds4cli.sampling import Sampler
 
 STEP = 256  # rows by which the context buffer grows

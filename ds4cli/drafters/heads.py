@@ -16,7 +16,7 @@ from ds4cli.drafters.drafter import Drafter
 from ds4cli.drafters.registry import FOLDER, HEADS, WEIGHTS, Kind, named
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError, UsageError
-from ds4cli.models import loading
+from ds4cli.models.source import locate
 from ds4cli.sampling import Sampler
 from ds4cli.settings import Settings
 
@@ -123,5 +123,5 @@ def find(kind: Kind, name: str, folder: Path, config: dict[str, Any]) -> HeadSou
         return HeadSource(kind, f"{name} ({kind.name})", folder, config) if found else None
     if not (folder / kind.name / "config.json").exists():
         return None
-    inside = loading.locate(str(folder / kind.name))
+    inside = locate(str(folder / kind.name))
     return HeadSource(kind, f"{name}/{kind.name}", inside.folder, inside.config)

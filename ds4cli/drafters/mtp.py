@@ -29,7 +29,7 @@ from ds4cli.drafters.drafter import Drafter
 from ds4cli.drafters.rows import Rows
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError, UsageError
-from ds4cli.models.loading import unpack
+from ds4cli.models.weights import unpack
 from ds4cli.sampling import Sampler
 from ds4cli.settings import MAX_BLOCK_TOKENS
 from ds4cli.tokens import common_prefix

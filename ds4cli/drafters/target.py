@@ -11,7 +11,7 @@ from ds4cli.caches import build_caches
 from ds4cli.errors import ModelError
 from ds4cli.hooks.last_row import NAMES as HEADS
 from ds4cli.hooks.taps import Taps
-from ds4cli.models.loading import EMBEDDINGS, embedding_rows
+from ds4cli.models.weights import EMBEDDINGS, embedding_rows
 
 # What mlx-lm's models call it.
 NORMS = ("norm", "final_layernorm", "embedding_norm", "norm_f", "ln_f")

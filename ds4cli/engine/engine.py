@@ -28,7 +28,9 @@ from ds4cli.errors import ModelError, StateError, UsageError
 from ds4cli.hooks import cuda, delta, last_row
 from ds4cli.hooks.cuda import attention, recurrences
 from ds4cli.hooks.taps import Taps
-from ds4cli.models import loading
+from ds4cli.models.source import Source, check_type, find, locate
+from ds4cli.models.tokenizers import check_same_tokenizer, check_vocabulary, load_tokenizer
+from ds4cli.models.weights import embedding_rows, is_float32, load_weights
 from ds4cli.rewind import storage
 from ds4cli.rewind.timeline import Limits, Timeline
 from ds4cli.sampling import Sampler, check_bias
@@ -108,7 +110,7 @@ class Engine(Vocabulary):
         if settings.kv_bits is not None:
             check_kv_bits(model, settings.kv_bits, settings.kv_group_size)
         self.notices += Armed.of(model).notices
-        rows = [loading.embedding_rows(m) for m in (model, draft) if m is not None]
+        rows = [embedding_rows(m) for m in (model, draft) if m is not None]
         self.id_limit = min((n for n in rows if n is not None), default=None)
 
     @property
@@ -154,24 +156,25 @@ class Engine(Vocabulary):
         model that cannot be used.
         """
         chosen = Settings(model=str(model), **settings)
-        source = loading.find(chosen.model, chosen.offline)
+        source = find(chosen.model, chosen.offline)
         if chosen.kv_bits is not None:
             check_kv_group(source.config, chosen.kv_group_size)
         draft_source, head_source, notices = _drafting(chosen, source)
-        tokenizer = loading.tokenizer(source)
+        notices = [*source.origins, *source.notices, *notices]
+        tokenizer = load_tokenizer(source)
         if draft_source is not None:
-            draft_tokenizer = loading.tokenizer(draft_source)
-            loading.check_same_tokenizer(tokenizer, draft_tokenizer, draft_source.name)
+            draft_tokenizer = load_tokenizer(draft_source)
+            check_same_tokenizer(tokenizer, draft_tokenizer, draft_source.name)
         context_tokens = _context(source, draft_source)
         vocabulary = Vocabulary(tokenizer, context_tokens)
-        notices += loading.check_vocabulary(source, vocabulary)
+        notices += check_vocabulary(source, vocabulary)
         check_bias(chosen, vocabulary.token_limit)
         before_weights(vocabulary)
-        weights, more = loading.weights(source, chosen.dtype)
+        weights, more = load_weights(source, chosen.dtype)
         notices += more
         draft = None
         if draft_source is not None:
-            draft, more = loading.weights(draft_source, chosen.dtype)
+            draft, more = load_weights(draft_source, chosen.dtype)
             notices += more
         head, more = _load_head(head_source, weights, chosen)
         return cls(
@@ -199,7 +202,7 @@ class Engine(Vocabulary):
         settings, threads = self.settings, ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
         return {
             "model": self.fingerprint,
-            "weights": f"{settings.dtype} float32={loading.is_float32(self.model)}",
+            "weights": f"{settings.dtype} float32={is_float32(self.model)}",
             "kv": f"{settings.kv_bits} {settings.kv_group_size}",
             "taps": "none" if self._head is None else str(self._head.taps),
             "machine": f"{platform.machine()} {os.cpu_count()}",
@@ -276,8 +279,8 @@ def _device_name() -> str:
 
 
 def _drafting(
-    settings: Settings, target: loading.Source
-) -> tuple[loading.Source | None, HeadSource | None, list[str]]:
+    settings: Settings, target: Source
+) -> tuple[Source | None, HeadSource | None, list[str]]:
     """The draft model or the drafting head to load, checked against the target, and notices."""
     kind = None if settings.drafter == registry.AUTO else registry.named(settings.drafter)
     if settings.speculate == "never" or (kind is not None and kind.source == registry.NOTHING):
@@ -290,10 +293,10 @@ def _drafting(
 
 
 def _named_drafter(
-    wanted: registry.Kind | None, name: str, target: loading.Source, offline: bool
-) -> tuple[loading.Source | None, HeadSource | None]:
+    wanted: registry.Kind | None, name: str, target: Source, offline: bool
+) -> tuple[Source | None, HeadSource | None]:
     """What `--draft-model` names: an ordinary model, or a head that fits the target."""
-    source = loading.locate(name, offline)
+    source = locate(name, offline)
     kind = heads.kind_of(source.config)
     found = kind or registry.named("model")
     if wanted not in (None, found):
@@ -302,16 +305,14 @@ def _named_drafter(
             f"leave out `--drafter {wanted.name}`",
         )
     if kind is None:
-        loading.check_type(source)
+        check_type(source)
         return source, None
     head = HeadSource(kind, source.name, source.folder, source.config)
     head.check(target.config)
     return None, head
 
 
-def _own_head(
-    wanted: registry.Kind | None, target: loading.Source
-) -> tuple[HeadSource | None, list[str]]:
+def _own_head(wanted: registry.Kind | None, target: Source) -> tuple[HeadSource | None, list[str]]:
     """The head in the target's own folder. In `auto`, one that does not fit gives a notice."""
     for kind in registry.HEADS if wanted is None else (wanted,):
         try:
@@ -337,7 +338,7 @@ def _load_head(
     if source is None:
         return None, []
     try:
-        head = source.load(model, mx.float32 if loading.is_float32(model) else None)
+        head = source.load(model, mx.float32 if is_float32(model) else None)
         attention.use(head.module)
     except ModelError as error:
         if settings.drafter != "auto" or settings.draft_model is not None:
@@ -350,7 +351,7 @@ def _load_head(
     return head, notices
 
 
-def _context(source: loading.Source, draft: loading.Source | None) -> int | None:
+def _context(source: Source, draft: Source | None) -> int | None:
     """The longest context that every loaded model can read."""
     known = [s.context_tokens for s in (source, draft) if s is not None and s.context_tokens]
     return min(known, default=None)

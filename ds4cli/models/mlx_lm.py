@@ -1,0 +1,30 @@
+"""What we use of mlx-lm that it keeps to itself. A test fails when one of these names moves."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+def check_type(config: dict[str, Any]) -> None:
+    """ValueError for a model type that mlx-lm has no code for."""
+    from mlx_lm.utils import _get_classes
+
+    _get_classes(config)
+
+
+def inner_tokenizer(tokenizer: Any) -> Any:
+    """The transformers tokenizer in mlx-lm's wrapper; one that is not wrapped, as it is."""
+    return getattr(tokenizer, "_tokenizer", tokenizer)
+
+
+def own_renderer(tokenizer: Any) -> Callable[..., str] | None:
+    """A function in place of a chat template, for the few models that have one."""
+    return getattr(tokenizer, "_chat_template", None)
+
+
+def renderer_parameters(tokenizer: Any) -> frozenset[str]:
+    """The names that such a function, or a tokenizer's own method, reads."""
+    render = own_renderer(tokenizer) or type(inner_tokenizer(tokenizer)).apply_chat_template
+    return frozenset(inspect.signature(render).parameters)

@@ -1,0 +1,142 @@
+"""Finding a model: a folder, a hub id or `builtin`. What is wrong with it is found here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ds4cli.errors import UsageError
+from ds4cli.models import config as configs
+from ds4cli.models import identity, mlx_lm, shards
+from ds4cli.models.shards import Shards
+
+BUILTIN = Path(__file__).parents[1] / "builtin"
+# What a model needs of a hub repository. No code: none of it would be run.
+WANTED = (
+    "*.json", "*.jsonl", "*.jinja", "*.txt", "*.tiktoken", "tiktoken.model", "tokenizer.model",
+    "model*.safetensors",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model folder that was found. config, generation: its config.json, with the end tokens that
+    count, and its generation_config.json. notices: what is to be said about them."""
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    generation: dict[str, Any] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
+
+    @property
+    def context_tokens(self) -> int | None:
+        """The longest context its config states; None where it states none."""
+        return configs.context_tokens(self.config)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """How many token ids its config states; None where it states none."""
+        return configs.vocab_size(self.config)
+
+    @cached_property
+    def shards(self) -> Shards:
+        """Its weight files. UsageError where something is wrong with them."""
+        return shards.find(self.folder, self.name)
+
+    def fingerprint(self) -> str:
+        """Stands for all that decides what the model writes."""
+        return identity.fingerprint(self.folder, self.shards.files)
+
+    @property
+    def origins(self) -> list[str]:
+        """In words, which of its files said what."""
+        eos = configs.end_tokens(self.config)
+        file = "generation_config.json" if self.generation.get("eos_token_id") else "config.json"
+        said = [f"eos {', '.join(map(str, eos))} from {file}"] if eos else []
+        context = self.context_tokens
+        return [*said, f"context {context:,} from config.json"] if context else said
+
+
+def find(name: str, offline: bool = False) -> Source:
+    """The model folder for a folder, a hub id or `builtin`. UsageError if there is none, or if
+    mlx-lm has no code for its type."""
+    source = locate(name, offline)
+    check_type(source)
+    return source
+
+
+def locate(name: str, offline: bool = False) -> Source:
+    """Like `find`, for a folder that may hold a drafting head instead of a model."""
+    folder = _folder(name, offline)
+    config, generation, notices = configs.read(folder, name)
+    if "model_file" in config:
+        raise needs_code(f"`{name}`", f"model_file: {config['model_file']}")
+    return Source(name, folder, config, generation, tuple(notices))
+
+
+def needs_code(what: str, where: str) -> UsageError:
+    """The refusal of a folder that wants its own code to be run."""
+    return UsageError(
+        f"{what} wants to run code of its own (`{where}`), which ds4cli never does",
+        "use a conversion that mlx-lm reads by itself, with a tokenizer.json",
+    )
+
+
+def check_type(source: Source) -> None:
+    """UsageError for a type that mlx-lm has no code for, before the tokenizer is read."""
+    if "model_type" not in source.config:
+        raise UsageError(f"`{source.folder / 'config.json'}` names no model_type")
+    try:
+        mlx_lm.check_type(source.config)
+    except ValueError as error:
+        name, hint = source.name, unsupported_hint(error)
+        raise UsageError(f"cannot load `{name}`: {error}", hint) from None
+
+
+def unsupported_hint(error: Exception) -> str | None:
+    """What to add to mlx-lm's refusal of a model."""
+    return "this mlx-lm does not know that model type" if "not supported" in str(error) else None
+
+
+def _folder(name: str, offline: bool) -> Path:
+    if name == "builtin":
+        if not (BUILTIN / "config.json").exists():
+            raise UsageError(
+                "this installation has no built-in model",
+                "name one with `-m`: an mlx-lm folder or a hub id",
+            )
+        return BUILTIN
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise UsageError(f"`{name}` is a file, not a model folder")
+    if name.count("/") != 1 or name.startswith((".", "~", "/")):
+        raise UsageError(f"there is no model folder `{name}`", "a hub id looks like `OWNER/NAME`")
+    return _from_hub(name, offline)
+
+
+def _from_hub(name: str, offline: bool) -> Path:
+    """A hub repository's local copy, downloaded as mlx-lm does, but no code, unless `offline`."""
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from mlx_lm.utils import snapshot_download
+
+    if offline:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        patterns = list(WANTED)
+        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=offline))
+    except HFValidationError:
+        raise UsageError(f"`{name}` is neither a folder nor a hub id") from None
+    except (LocalEntryNotFoundError, FileNotFoundError):
+        hint = "run once without --offline" if offline else "check the network and the name"
+        raise UsageError(f"`{name}` is not on this machine", hint) from None
+    except Exception as error:  # the hub's client raises many kinds
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UsageError(
+            f"cannot get `{name}`: {first}", "check the network and the name"
+        ) from None
