@@ -12,8 +12,9 @@ from oracle import FAMILIES, assert_fresh, failing_layer, interrupts, prompt
 from tiny import CFG, V, build
 
 from ds4cli.caches import adapt, build_caches
+from ds4cli.rewind import horizon
 from ds4cli.rewind.timeline import Limits, Timeline
-from ds4cli.tape import Recorder
+from ds4cli.tape import Recorder, Tape
 
 HYBRIDS = tuple(n for n in FAMILIES if n not in ("llama", "gemma3_text", "gpt_oss"))
 
@@ -143,6 +144,55 @@ def test_the_horizon_reaches_every_position_without_a_call(name):
         assert (t.counters.forwards - calls, report.forwards) == (0, 0)
         assert report.source in ("block", "horizon", "live")
         check(t)
+
+
+def arrays(horizon):
+    """Arrays that a horizon keeps alive."""
+    bases = [x for s in horizon.segments for slots in s.base or [] for x in slots]
+    tapes = [x for s in horizon.segments for x in s.tape.arrays()]
+    return len(tapes) + len(bases) + sum(len(s.logits) for s in horizon.segments)
+
+
+@pytest.mark.parametrize("horizon_tokens", [100, 4096])
+def test_a_long_horizon_holds_few_arrays(horizon_tokens, monkeypatch):
+    """An array for every row, layer and input: 450,000 of them in a horizon of 4,096 tokens, where
+    Metal has room for 499,000 in all."""
+    monkeypatch.setattr(horizon, "LINKED_ROWS", 64)
+    monkeypatch.setattr(horizon, "MAX_ARRAYS", 3000)
+    t = timeline("qwen3_next", horizon=horizon_tokens)
+    t.sync(prompt(7))
+    most = 0
+    for token in prompt(360, seed=3):
+        step(t, [token])
+        most = max(most, arrays(t.horizon))
+    assert t.horizon.is_dense and most < 3000
+    low, end = t.horizon.low, t.pos
+    assert end - low >= t.free_tokens() and end - low > (300 if horizon_tokens > 360 else 99)
+    for pos in (end - 65, end - 250, low):
+        if pos >= low:
+            assert t.rewind(pos).forwards == 0
+            check(t)
+
+
+def test_rows_are_copied_together_a_little_at_a_time(monkeypatch):
+    """Every 32 tokens a wait for thousands of copies, on a model with big states."""
+    monkeypatch.setattr(horizon, "DENSE_BASES", 10**9)
+    t = timeline("qwen3_next", horizon=256)
+    joined, join = [0], Tape.compact
+
+    def compact(tape, first, stop):
+        joined[-1] += min(stop, tape.layers) - first
+        return join(tape, first, stop)
+
+    monkeypatch.setattr(Tape, "compact", compact)
+    t.sync(prompt(7))
+    for token in prompt(100, seed=3):
+        joined.append(0)
+        step(t, [token])
+    assert not t.horizon.is_dense and max(joined) == 1 and sum(joined) == 3 * 3
+    packed = t.horizon.segments[1:4]
+    assert [len(s.tape.arrays()) for s in packed] == [t.recorder.row_arrays] * 3
+    check(t)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -10,6 +10,8 @@ Segments are immutable; a fork shares them.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +23,11 @@ from ds4cli.tape import Recorder, Tape, spans
 # As many as a base serves, so that one-row segments are merged once, when their run is complete.
 MERGE_SEGMENTS = 32
 MERGE_ROWS = 32
+# Newest rows that stay one array each where bases are dense: copying a row costs as much as
+# recording it, and most are never gone back to.
+LINKED_ROWS = 256
+# Arrays alive at most, about: Metal has room for 499,000 in all.
+MAX_ARRAYS = 250_000
 # Rows of a long call that one base serves.
 PIECE_ROWS = 128
 # Rows between bases where many fit the budget: so many in a quarter of it.
@@ -70,6 +77,15 @@ class Segment:
         kept = max(0, self.start + rows + 1 - self.first_logits)
         return Segment(self.start, rows, tape, _cut(self.logits, 0, kept), self.base)
 
+    def packed(self, first: int, stop: int) -> Segment:
+        """With layers first .. stop of the tape in few arrays; the logits too after the last."""
+        tape = None if self.tape is None else self.tape.compact(first, stop)
+        logits = self.logits
+        if len(logits) > 1 and (tape is None or stop >= tape.layers):
+            logits = [mx.concatenate(logits)]
+            mx.async_eval(logits)
+        return replace(self, tape=tape, logits=logits)
+
     def split(self, rows: int) -> tuple[Segment, Segment]:
         """Before and after the first `rows` rows; the second part's base is replayed."""
         tape, left = self.tape.tail(self.rows - rows), self.rows - rows
@@ -83,6 +99,37 @@ class Segment:
 def slots_nbytes(slots: list[list[mx.array | None]]) -> int:
     """Bytes of the recurrent slots of all layers."""
     return sum(a.nbytes for layer in slots for a in layer if a is not None)
+
+
+class Packing:
+    """Runs of one-row segments that are to be copied into few arrays: of each a part at every
+    append, so that no token waits for thousands of copies."""
+
+    def __init__(self, starts: Iterable[int] = (), done: int = 0):
+        self.starts = deque(starts)
+        self._done = done  # layers of the first run
+
+    def copy(self) -> Packing:
+        return Packing(self.starts, self._done)
+
+    def advance(self, segments: list[Segment], pos: int) -> None:
+        """Pack a part of the oldest run, if it ends at or before `pos`."""
+        start = self.starts[0]
+        i = bisect_left(segments, start, key=lambda s: s.start)
+        if i == len(segments) or segments[i].start != start:
+            self._next()  # it is gone
+        elif segments[i].end <= pos:
+            run = segments[i]
+            layers = 1 if run.tape is None else run.tape.layers
+            stop = self._done + -(-layers // MERGE_SEGMENTS)
+            segments[i] = run.packed(self._done, stop)
+            self._done = stop
+            if stop >= layers:
+                self._next()
+
+    def _next(self) -> None:
+        self.starts.popleft()
+        self._done = 0
 
 
 class Horizon:
@@ -100,11 +147,24 @@ class Horizon:
         self.held_bytes = 0  # about `nbytes` or more: counting is dear, so only near the budget
         self._bytes_of: dict[int, int] = {}  # of a segment by its rows, once known: all are alike
         self._kept_base: int | None = None  # where the newest base is that stays; None: look
+        self._packing = Packing()
 
     @property
     def base_bytes(self) -> int:
         """Bytes of a base; 0 until a tape was made."""
         return 0 if self._recorder is None else self._recorder.state_bytes
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that MAX_ARRAYS allows, were every call of one row."""
+        linked = (LINKED_ROWS + 3 * MERGE_SEGMENTS) * self._segment_arrays
+        packed = max(0, MAX_ARRAYS - linked) // self._segment_arrays * MERGE_SEGMENTS
+        return LINKED_ROWS + packed
+
+    @property
+    def _segment_arrays(self) -> int:
+        recorder = self._recorder
+        return 1 if recorder is None else 1 + recorder.row_arrays + recorder.state_arrays
 
     @property
     def is_dense(self) -> bool:
@@ -120,7 +180,7 @@ class Horizon:
         twin = Horizon(self.limit, self.budget_bytes, self._recorder)
         twin.segments, twin.start_row = list(self.segments), self.start_row
         twin.held_bytes, twin._kept_base = self.held_bytes, self._kept_base
-        twin._bytes_of = self._bytes_of
+        twin._bytes_of, twin._packing = self._bytes_of, self._packing.copy()
         return twin
 
     @property
@@ -166,7 +226,7 @@ class Horizon:
 
     def clear(self) -> None:
         self.segments, self.start_row = [], None
-        self.held_bytes, self._kept_base = 0, None
+        self.held_bytes, self._kept_base, self._packing = 0, None, Packing()
 
     def truncate(self, pos: int) -> None:
         """Forget the rows after pos."""
@@ -189,6 +249,7 @@ class Horizon:
             self.segments.append(piece)
             self.held_bytes += self._bytes(piece)
         self._merge()
+        self._pack()
         self._trim()
 
     def _bytes(self, segment: Segment) -> int:
@@ -219,11 +280,7 @@ class Horizon:
             self._kept_base = last.start
 
     def _merge(self) -> None:
-        """Make one segment of many short ones.
-
-        Copying every row costs as much as recording it, so rows are copied only where a base serves
-        so many that a replay would spend its time on joining them.
-        """
+        """Make one segment of many short ones, for `_pack` to copy."""
         first = stop = len(self.segments) - 1
         if stop < MERGE_SEGMENTS or self.segments[stop - MERGE_SEGMENTS].rows >= MERGE_ROWS:
             return
@@ -232,12 +289,26 @@ class Horizon:
             if self.segments[first].base is not None:
                 break
         if stop - first >= MERGE_SEGMENTS:
-            run = merged(self.segments[first:stop], compact=not self.is_dense)
-            self.segments[first:stop] = [run]
+            self.segments[first:stop] = [merged(self.segments[first:stop])]
+            self._packing.starts.append(self.segments[first].start)
+
+    def _pack(self) -> None:
+        """Copy runs where a base serves so many rows that a replay would spend its time on joining
+        them; others once they are old, so that not too many arrays stay alive."""
+        if self._packing.starts:
+            linked = LINKED_ROWS if self.is_dense else 0
+            self._packing.advance(self.segments, self.end - linked)
+
+    def _arrays(self) -> int:
+        """About how many arrays are alive, or more."""
+        segments = len(self.segments) + MERGE_SEGMENTS * len(self._packing.starts)
+        return segments * self._segment_arrays
 
     def _trim(self) -> None:
         """Drop what is beyond the limit; short of budget, logits rows go first, then old rows."""
         self._drop_before(self.end - self.limit)
+        while self._arrays() > MAX_ARRAYS and len(self.segments) > 1:
+            self._drop_first()
         if self.held_bytes <= self.budget_bytes:
             return
         if self.nbytes > self.budget_bytes:
@@ -279,14 +350,10 @@ class Horizon:
                 self.start_row = None
 
 
-def merged(segments: list[Segment], *, compact: bool) -> Segment:
-    """One segment of consecutive ones; `compact` copies it into few arrays, without waiting."""
+def merged(segments: list[Segment]) -> Segment:
+    """One segment of consecutive ones; nothing is copied."""
     tape = None if segments[0].tape is None else Tape.concat([s.tape for s in segments])
     logits = _merged_logits(segments)
-    if compact:
-        tape = None if tape is None else tape.compact()
-        logits = [mx.concatenate(logits)] if logits else []
-        mx.async_eval(logits, [] if tape is None else tape.arrays())
     rows = sum(s.rows for s in segments)
     return Segment(segments[0].start, rows, tape, logits, segments[0].base)
 

@@ -608,7 +608,8 @@ class Timeline:
     def _affordable_rows(self) -> int:
         """Rows whose tape and logits the horizon's budget holds, beside one base."""
         cost = self.tape_bytes_per_token + self._logits_row_bytes
-        return max(0, (self.horizon.budget_bytes - self.horizon.base_bytes) // max(1, cost))
+        affordable = (self.horizon.budget_bytes - self.horizon.base_bytes) // max(1, cost)
+        return max(0, min(affordable, self.horizon.most_rows))
 
     def _last_call_tokens(self) -> int:
         """How many rows the final call of a feed may keep tape and logits for."""

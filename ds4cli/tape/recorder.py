@@ -20,13 +20,15 @@ class Recorder:
     """A model whose recurrent modules can record. Make one with `arm`.
 
     families: names of the recurrences found, for people; empty for a model without any.
-    row_bytes, state_bytes: what a row of tape and the states take, all layers together; 0 until a
-    tape was made. has_stops: whether all recurrences can leave states inside a long call.
+    row_bytes, state_bytes: what a row of tape and the states take, all layers together, row_arrays
+    and state_arrays: in how many arrays; 0 until a tape was made. has_stops: whether all
+    recurrences can leave states inside a long call.
     """
 
     def __init__(self, families: list[str], swaps: Swaps):
         self.families = families
         self.row_bytes = self.state_bytes = 0
+        self.row_arrays = self.state_arrays = 0
         self.has_stops = False
         self._swaps = swaps
 
@@ -70,8 +72,10 @@ class Recorder:
             yield tape
         tape.fill([f.tracks for f in found])
         if not self.row_bytes:
+            states = [x for c in caches for x in c.cache if x is not None]
             self.row_bytes, self.has_stops = tape.row_bytes, tape.has_stops
-            self.state_bytes = sum(x.nbytes for c in caches for x in c.cache if x is not None)
+            self.row_arrays, self.state_arrays = len(tape.arrays()), len(states)
+            self.state_bytes = sum(x.nbytes for x in states)
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:

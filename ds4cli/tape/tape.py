@@ -88,9 +88,17 @@ class Tape:
         layers = zip(*(t._layers for t in tapes if t._layers), strict=True)
         return Tape([[_needed(parts) for parts in zip(*slots, strict=True)] for slots in layers])
 
-    def compact(self) -> Tape:
-        """A copy with one array per input of a slot, so that no longer array stays alive."""
-        return Tape([[[t[0].join(t)] for t in slots] for slots in self._layers])
+    @property
+    def layers(self) -> int:
+        return len(self._layers)
+
+    def compact(self, first: int = 0, stop: int | None = None) -> Tape:
+        """With one array per input of a slot in layers first .. stop, copied without waiting, so
+        that no longer array stays alive."""
+        layers = list(self._layers)
+        layers[first:stop] = [[[t[0].join(t)] for t in slots] for slots in layers[first:stop]]
+        mx.async_eval(Tape(layers[first:stop]).arrays())
+        return Tape(layers)
 
     def replay(self, starts: Slots, rows: int) -> list[list[mx.array]]:
         """The slots of every cache after `rows` rows (1 .. self.rows), from the slots `starts`.
