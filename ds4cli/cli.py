@@ -274,11 +274,11 @@ def chat(
     ] = False,
 ) -> None:
     """Talk in the terminal, and go back: /undo, /edit, /retry, /branch."""
-    from ds4cli import chat as task
     from ds4cli import generate
+    from ds4cli.chat import request as asked
 
     tools = generate.read_tools(run.settings.tools)
-    request = task.Request(
+    request = asked.Request(
         resume=resume,
         name=session,
         with_cache=with_cache,
@@ -287,12 +287,14 @@ def chat(
         single=single,
         markdown=not raw,
         drop_reasoning=drop_reasoning,
-        yes_tools=task.unasked(yes_tools or (), tools),
+        yes_tools=asked.unasked(yes_tools or (), tools),
         quiet=run.quiet,
     )
-    chosen = task.settings_for(request, run.settings, run.resolved.origins["model"] != "default")
+    chosen = asked.settings_for(request, run.settings, run.resolved.origins["model"] != "default")
     engine = generate.load_engine(chosen, quiet=run.quiet, verbose=run.verbose)
-    raise typer.Exit(task.run(engine, request, chosen, tools))
+    from ds4cli.chat import loop
+
+    raise typer.Exit(loop.run(engine, request, chosen, tools))
 
 
 # What `rewind-bench` reads of the settings: it decodes greedily and brings its own drafts.

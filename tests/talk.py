@@ -6,9 +6,10 @@ import contextlib
 
 from folder import SPECIALS, VOCAB_SIZE, byte_tokenizer
 
-from ds4cli.chat import Request
+from ds4cli.chat import loop
 from ds4cli.chat.console import Chat
 from ds4cli.chat.conversation import Watch
+from ds4cli.chat.request import Request
 from ds4cli.chat.transcript import Turn
 from ds4cli.engine.engine import Engine
 from ds4cli.settings import Settings
@@ -47,6 +48,10 @@ class TestedChat(Chat):
 
     __test__ = False
     looks: int | None = None
+
+    def take(self, text: str) -> None:
+        """One message or command."""
+        loop.take(self, text)
 
     @contextlib.contextmanager
     def watching(self):

@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from talk import check, check_replies, check_reply
 
-from ds4cli import chat as chat_module
-from ds4cli.chat import Request, commands, editor, journal, prompt, shelf
+from ds4cli.chat import commands, editor, journal, prompt, shelf
+from ds4cli.chat import request as asked
 from ds4cli.chat.markdown import BlockScanner, rows_of
+from ds4cli.chat.request import Request
 from ds4cli.chat.transcript import Turn
 from ds4cli.errors import StateError, UsageError
 from ds4cli.rewind import storage
@@ -506,7 +507,7 @@ def test_nothing_runs_unasked_by_default(calling, monkeypatch):
 def test_named_tools_run_unasked_but_not_for_ever(calling, monkeypatch, capsys):
     """Guards: `--yes-tools` without effect, or a model that calls a tool in a loop without end."""
     call_for_ever(calling, monkeypatch)
-    monkeypatch.setattr("ds4cli.chat.console.MAX_UNASKED", 3)
+    monkeypatch.setattr("ds4cli.chat.calls.MAX_UNASKED", 3)
     calling.request = replace(calling.request, yes_tools=("clock",), quiet=True)
     calling.take("/undo")
     assert not calling.line.turns
@@ -531,12 +532,12 @@ def test_a_stored_call_does_not_run_when_it_comes_back(calling, monkeypatch):
 def test_only_declared_tools_with_a_command_may_run_unasked():
     """Guards: a name that was mistyped being noticed only when its tool is called."""
     tools = [Tool("clock", "", {}, ("date",)), Tool("search", "", {})]
-    assert chat_module.unasked(["clock, clock"], tools) == ("clock", "clock")
+    assert asked.unasked(["clock, clock"], tools) == ("clock", "clock")
     with pytest.raises(UsageError, match="no tool `clok`") as caught:
-        chat_module.unasked(["clok"], tools)
+        asked.unasked(["clok"], tools)
     assert caught.value.hint == "did you mean `clock`?"
     with pytest.raises(UsageError, match="`search` has no command"):
-        chat_module.unasked(["clock,search"], tools)
+        asked.unasked(["clock,search"], tools)
 
 
 def test_abort_drops_the_call_and_keeps_it_as_a_branch(calling, capsys):
@@ -561,10 +562,10 @@ def test_a_stopped_command_leaves_its_call_waiting(calling, monkeypatch, capsys,
     line = calling.line
     if unasked:
         calling.request = replace(calling.request, yes_tools=("clock",), quiet=True)
-        monkeypatch.setattr(commands, "run", lambda chat, _: setattr(chat, "has_called", True))
+        monkeypatch.setattr(commands, "run", lambda chat, _: setattr(chat.calls, "is_new", True))
     calling.stopped_after(3, "/run")
     assert "stopped clock after" in capsys.readouterr().err
-    assert calling.line == line and not calling.results
+    assert calling.line == line and not calling.calls.results
     calling.request = replace(calling.request, yes_tools=())
     calling.take("noon")
     calling.take("one")
@@ -948,8 +949,8 @@ def test_the_stored_model_is_the_default(engine):
     talk.chat(engine, "one", name="a").end()
     request = Request(resume=True)
     other = replace(engine.settings, model="other")
-    assert chat_module.settings_for(request, other, False).model == engine.settings.model
-    assert chat_module.settings_for(request, other, True).model == "other"
+    assert asked.settings_for(request, other, False).model == engine.settings.model
+    assert asked.settings_for(request, other, True).model == "other"
 
 
 # -- any order of commands -----------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,10 @@ WITHOUT_MLX = (
     "batch/results.py",
     "batch/lines.py",
 )
+HEAVY = {
+    "mlx", "mlx_lm", "numpy", "transformers", "huggingface_hub", "jinja2", "llguidance",
+    "prompt_toolkit",
+}  # fmt: skip
 MAX_FUNCTION_LINES = 60
 
 
@@ -111,6 +117,44 @@ def test_imports_point_down(path):
         target = place(rest)
         if package == "ds4cli" and target in RANKS and target != top(path):
             assert RANKS[target] < RANKS[top(path)], f"{name_of(path)} imports {name}"
+
+
+def module_of(path: Path) -> str:
+    """`ds4cli/caches/plain.py` -> `ds4cli.caches.plain`; folders are named, too."""
+    dotted = path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".")
+    return dotted.removesuffix(".__init__")
+
+
+def modules_imported_by(path: Path, known: set[str]) -> set[str]:
+    """The modules of ours that a file imports at its top or inside functions, itself left out."""
+    found = set()
+    for name in imports(ast.parse(path.read_text(encoding="utf-8"))):
+        while name and name not in known:
+            name = name.rpartition(".")[0]
+        found.add(name)
+    return found - {"", module_of(path)}
+
+
+def test_no_import_goes_round():
+    """Guards: two modules that can only be understood, tested and moved together."""
+    known = {module_of(path) for path in SOURCES}
+    waits = {module_of(path): modules_imported_by(path, known) for path in SOURCES}
+    while free := {name for name, others in waits.items() if not others & waits.keys()}:
+        waits = {name: others for name, others in waits.items() if name not in free}
+    assert {name: sorted(others & waits.keys()) for name, others in waits.items()} == {}
+
+
+def test_help_loads_nothing_heavy():
+    """Guards: an `__init__.py` that brings in more than it needs: `--help` takes seconds."""
+    code = (
+        "import sys; from ds4cli.cli import app\n"
+        "try: app(['--help'])\n"
+        "finally: print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    loaded = set(done.stdout.split("\n")[-2].split())
+    assert "typer" in loaded
+    assert not loaded & HEAVY
 
 
 @pytest.mark.parametrize("name", WITHOUT_MLX)

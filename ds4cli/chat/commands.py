@@ -209,7 +209,7 @@ def _edit_reply(chat: Chat, before: Line, turn: Turn, text: str) -> None:
     edited = conversation.edited_reply(before, turn, text)
     chat.move(lambda watch: conversation.go_back(before.plus(edited), watch))
     if edited.calls:
-        return chat.print_call(edited.calls[0])
+        return chat.calls.print(edited.calls[0])
     chat.note("/continue goes on from here")
 
 
@@ -295,25 +295,25 @@ def switch(chat: Chat, argument: str) -> None:
 def run_call(chat: Chat, argument: str) -> None:
     """Run the command that your tools file attaches to the tool that the model called."""
     _refuse(argument)
-    done = chat.run_tool(chat.next_call()["function"])
+    done = chat.calls.run(chat.calls.next()["function"])
     if done is not None:
         terminal.note(done.content)
-        chat.give_output(done)
+        chat.calls.give_output(done)
 
 
 @command("skip")
 def skip(chat: Chat, argument: str) -> None:
     """Tell the model that its tool call was not carried out."""
     _refuse(argument)
-    chat.next_call()
-    chat.give_result("The user skipped this call.")
+    chat.calls.next()
+    chat.calls.give("The user skipped this call.")
 
 
 @command("abort")
 def abort(chat: Chat, argument: str) -> None:
     """Drop the reply that called a tool, and change your message; /redo brings it back."""
     _refuse(argument)
-    chat.next_call()
+    chat.calls.next()
     rewind(chat, str(len(chat.line.turns) - 1))
     rest = "the call before it waits" if chat.conversation.open_calls else "change your message"
     chat.note(f"the call is dropped: {rest}, or /redo brings it back")

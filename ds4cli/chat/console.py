@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds4cli import terminal
-from ds4cli.chat import Request, commands, prompt, shelf
+from ds4cli.chat import shelf
+from ds4cli.chat.calls import Calls
 from ds4cli.chat.conversation import Conversation, Watch
+from ds4cli.chat.request import Request
 from ds4cli.chat.transcript import Line, Turn
 from ds4cli.errors import DS4Error, UsageError
 from ds4cli.rewind.plan import RewindReport
@@ -21,13 +22,9 @@ from ds4cli.settings import Settings
 
 if TYPE_CHECKING:
     from ds4cli.engine.engine import Engine
-    from ds4cli.tools import Tool, ToolRun
+    from ds4cli.tools import Tool
 
 HINT = "/help lists commands; Ctrl-D leaves"
-# Of a tool: at most this, and no more than half of what the context has room for (a token is about
-# four bytes of text).
-MAX_OUTPUT_BYTES = 100_000
-MAX_UNASKED = 20  # runs in a row: a model that calls for ever must not run for ever
 
 
 class Chat:
@@ -46,11 +43,10 @@ class Chat:
         self.conversation = Conversation(
             engine, settings, tools=tools, drop_reasoning=request.drop_reasoning
         )
-        self.reader = make_reader(self, request) if reader is None else reader
+        self.reader = reader
+        self.calls = Calls(self)
         self.draft = ""  # text that waits in the input line
         self.attached: list[tuple[str, str]] = []  # names and texts that go with the next message
-        self.results: tuple[Line, list[Turn]] | None = None  # of tool calls, until all are there
-        self.has_called = False  # a reply written since the last input ended with tool calls
         self.totals: dict[str, float] = {}
         self.accepted: Counter[int] = Counter()  # blocks by how many guesses they kept
         self.failures = 0
@@ -80,35 +76,6 @@ class Chat:
         if self.reader.is_interactive:
             self.note(HINT)
 
-    def talk(self) -> None:
-        """Messages and commands until the end of input."""
-        while not self.is_over:
-            try:
-                draft, self.draft = self.draft, ""
-                text = self.reader.read(draft)
-            except EOFError:
-                return
-            self.take(text)
-
-    def take(self, text: str) -> None:
-        """One message or command; a failure is printed, and the chat goes on."""
-        try:
-            self._take(text)
-        except DS4Error as error:
-            self.fail(error.message, error.hint)
-        except RuntimeError as error:  # what MLX raises, out of memory for one
-            self.fail(f"the model failed: {error}", "the conversation is as it was")
-        if self.conversation.unsaved is not None:
-            self.fail(self.conversation.unsaved.message, "what was said since is not on disk yet")
-
-    def _take(self, text: str) -> None:
-        self.has_called = False
-        if commands.is_command(text):
-            commands.run(self, text)
-        elif text.strip():
-            self.send(text[1:] if text.startswith("//") else text)
-        self._run_unasked()
-
     def fail(self, message: str, hint: str | None) -> None:
         """An error on stderr; in a pipe it also shows in the exit code."""
         self.failures += 1
@@ -130,7 +97,7 @@ class Chat:
     def send(self, text: str, after: Line | None = None) -> None:
         """Say `text` and let the model answer; while it waits for a tool's result, that is it."""
         if after is None and self.conversation.open_calls:
-            return self.give_result(text)
+            return self.calls.give(text)
         files, self.attached = self.attached, []
         content = "\n\n".join([*(body for _, body in files), text])
         is_sent = False
@@ -158,119 +125,6 @@ class Chat:
         if not is_answered:
             self.note("stopped before the first word; your message is not sent")
         return is_answered
-
-    def give_result(self, text: str) -> None:
-        """The result of the next tool call; with the last one the model goes on."""
-        calls = self.conversation.open_calls
-        if not self.results or self.results[0] != self.line:
-            self.results = self.line, []
-        results = self.results[1]
-        call = calls[len(results)]
-        results.append(Turn("tool", text, calls=(call,)))
-        if len(results) < len(calls):
-            return self.print_call(calls[len(results)])
-        is_sent = False
-        try:
-            is_sent = self.ask(*results)
-        finally:
-            if is_sent:
-                self.results = None
-            else:
-                self.draft = results.pop().content
-
-    def next_call(self) -> dict[str, Any]:
-        """The tool call whose result is missing. UsageError if there is none."""
-        calls, given = self.conversation.open_calls, self._given()
-        if given >= len(calls):
-            raise UsageError("the model has called no tool")
-        return calls[given]
-
-    def _given(self) -> int:
-        """How many results of the last reply's calls there are already."""
-        return len(self.results[1]) if self.results and self.results[0] == self.line else 0
-
-    def _run_unasked(self) -> None:
-        """Run the new calls of the tools that may run unasked, reply after reply."""
-        runs = 0
-        while self._may_run():
-            if runs == MAX_UNASKED:
-                text = f"{runs} runs in a row: /run goes on, /skip or /abort ends it"
-                return terminal.note(text)  # with -q too: it says why nothing happens
-            runs += 1
-            before = self.line, self._given()
-            self._run_next()
-            if (self.line, self._given()) == before:
-                return  # stopped by the user: the result waits in the input line
-
-    def _may_run(self) -> bool:
-        waits = self.has_called and self._given() < len(self.conversation.open_calls)
-        return (
-            waits
-            and self.line.turns[-1].finish_reason == "tool"
-            and self.next_call()["function"]["name"] in self.request.yes_tools
-        )
-
-    def _run_next(self) -> None:
-        function = self.next_call()["function"]
-        done = self.run_tool(function)
-        if done is None:
-            return
-        cut = (", output cut" if done.truncated else "") + (", killed" if done.timed_out else "")
-        end = f", exit code {done.exit_code}" if done.exit_code else cut
-        # With -q too: nothing runs unseen.
-        terminal.note(
-            f"ran {function['name']}: {len(done.output):,} characters, {done.seconds:.1f} s{end}"
-        )
-        self.give_output(done)
-
-    def give_output(self, done: ToolRun) -> None:
-        """What a command gave is the result of its call."""
-        try:
-            self.give_result(done.content)
-        except UsageError as error:  # it does not fit, and is nothing to edit in the input line
-            self.draft = ""
-            hint = "type a shorter result, or /skip or /abort the call"
-            raise UsageError(error.message, hint) from None
-
-    def run_tool(self, function: dict[str, Any]) -> ToolRun | None:
-        """What the command of a called tool gives; None if the user stopped it."""
-        from ds4cli.tools import run_tool
-
-        tool = self.tool(function["name"])
-        room = self.conversation.room
-        most = MAX_OUTPUT_BYTES if room is None else min(MAX_OUTPUT_BYTES, max(256, 2 * room))
-        with self.watching() as watch:
-            done = run_tool(tool, function["arguments"], max_bytes=most, cancel=watch.cancel)
-        if not done.cancelled:
-            return done
-        self.reader.was_interrupted = False
-        terminal.note(
-            f"stopped {tool.name} after {done.seconds:.1f} s: the call still waits; "
-            + self._choices(tool.name)
-        )
-        return None
-
-    def tool(self, name: str) -> Tool:
-        """A declared tool. UsageError if there is none of this name."""
-        for tool in self.conversation.tools:
-            if tool.name == name:
-                return tool
-        raise UsageError(f"no tool `{name}` is declared", "start with `--tools FILE`")
-
-    def print_call(self, call: dict[str, Any]) -> None:
-        """A call: a line of JSON for a script, words for a reader."""
-        if not self.reader.is_interactive:
-            return terminal.write(json.dumps(call, ensure_ascii=False) + "\n")
-        function = call["function"]
-        terminal.note(f"call {function['name']} {function['arguments']}")
-        if function["name"] not in self.request.yes_tools:
-            self.note(self._choices(function["name"]))
-
-    def _choices(self, name: str) -> str:
-        """What can be done about a call."""
-        is_runnable = any(t.name == name and t.command for t in self.conversation.tools)
-        run, turn = "/run, " if is_runnable else "", len(self.line.turns)
-        return f"type its result, or {run}/skip or /abort it; /edit {turn} changes the arguments"
 
     def reply(self, attempt: int = 0) -> None:
         """Let the model answer the last message, or go on with its last reply."""
@@ -325,8 +179,7 @@ class Chat:
         self._note_cut(turn)
         self._print_stats()
         if calls:
-            self.has_called = True
-            self.print_call(calls[0])
+            self.calls.announce()
 
     def _note_cut(self, turn: Turn) -> None:
         if turn.finish_reason == "cancelled":
@@ -436,15 +289,3 @@ def peak_bytes() -> int:
     import mlx.core as mx
 
     return mx.get_peak_memory()
-
-
-def make_reader(chat: Chat, request: Request) -> Any:
-    """The reader that suits standard input."""
-    if not sys.stdin.isatty():
-        return prompt.PipeReader(sys.stdin, request.single)
-    if terminal.err.is_dumb_terminal or not (sys.stdout.isatty() or sys.stderr.isatty()):
-        return prompt.PlainReader(sys.stdin)
-    history = None
-    if request.history:
-        history = prompt.HistoryFile(shelf.private_folder() / "history.jsonl")
-    return prompt.TerminalReader(history, lambda text: commands.complete(chat, text))
