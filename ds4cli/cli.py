@@ -268,9 +268,7 @@ def chat(
     ] = None,
     raw: Annotated[
         bool,
-        typer.Option(
-            "--raw", help="Show replies as they are, no Markdown.", rich_help_panel=OUTPUT
-        ),
+        typer.Option("--raw", help="Show replies without colours.", rich_help_panel=OUTPUT),
     ] = False,
 ) -> None:
     """Talk in the terminal, and go back: /undo, /edit, /retry, /branch."""
@@ -285,7 +283,7 @@ def chat(
         save=not no_save,
         history=not no_history,
         single=single,
-        markdown=not raw,
+        colours=not raw,
         drop_reasoning=drop_reasoning,
         yes_tools=asked.unasked(yes_tools or (), tools),
         quiet=run.quiet,

@@ -13,12 +13,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import COLOR_SYSTEMS, Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
@@ -68,6 +68,14 @@ def printable(text: str, stream: TextIO) -> str:
 def write(text: str) -> None:
     """`text` on stdout, at once."""
     sys.stdout.write(printable(text, sys.stdout))
+    sys.stdout.flush()
+
+
+def write_styled(pieces: Iterable[tuple[str, str]]) -> None:
+    """Texts that were made `visible`, with their Rich styles, on a terminal's stdout, at once."""
+    colours = COLOR_SYSTEMS.get(out.color_system or "")
+    for text, style in pieces:
+        sys.stdout.write(out.get_style(style).render(text, color_system=colours) if style else text)
     sys.stdout.flush()
 
 

@@ -18,7 +18,6 @@ from talk import check, check_replies, check_reply
 
 from ds4cli.chat import commands, editor, journal, prompt, shelf
 from ds4cli.chat import request as asked
-from ds4cli.chat.markdown import BlockScanner, rows_of
 from ds4cli.chat.request import Request
 from ds4cli.chat.transcript import Turn
 from ds4cli.errors import StateError, UsageError
@@ -1050,72 +1049,3 @@ def test_history_is_bounded(tmp_path):
     file.path.write_text("".join(f'"{i}"\n' for i in range(2500)))
     assert len(file.load()) == 1000 and file.load()[-1] == "2499"
     assert len(file.path.read_text().splitlines()) == 1000
-
-
-# -- Markdown ------------------------------------------------------------------------------------
-
-SAMPLE = """# Title
-One
-two
-
-- a
-
-  more of a
-- b
-
-Behind.
-
-```py
-x = 1
-
-y = 2
-```
-1. one
-
-2. two
-
-| a | b |
-|---|---|
-| 1 | 2 |
-
-End."""
-
-
-def blocks(text: str, *cuts: int) -> list[str]:
-    scanner, found, at = BlockScanner(), [], 0
-    for cut in (*sorted(cuts), len(text)):
-        found += scanner.push(text[at:cut])
-        at = max(at, cut)
-    return found + scanner.flush()
-
-
-def test_blocks_end_where_markdown_ends_them():
-    """Guards: a fence rendered before it closes, a list torn apart at a blank line."""
-    found = [block.strip("\n") for block in blocks(SAMPLE)]
-    assert found == [
-        "# Title", "One\ntwo", "- a\n\n  more of a\n- b", "Behind.", "```py\nx = 1\n\ny = 2\n```",
-        "1. one\n\n2. two", "| a | b |\n|---|---|\n| 1 | 2 |", "End.",
-    ]  # fmt: skip
-
-
-@given(st.lists(st.integers(0, len(SAMPLE)), max_size=40))
-@settings(deadline=None)
-def test_blocks_do_not_depend_on_the_pieces(cuts):
-    """Guards: other blocks when tokens end elsewhere."""
-    assert blocks(SAMPLE, *cuts) == blocks(SAMPLE)
-
-
-@given(st.text("a`~#-1.| \n", max_size=60))
-@settings(max_examples=300, deadline=None)
-def test_no_text_is_lost_between_blocks(text):
-    """Guards: a block scanner that swallows text or never ends."""
-    assert "".join(blocks(text)).replace("\n", "").split() == text.replace("\n", "").split()
-
-
-def test_rows_on_a_terminal():
-    """Guards: erasing too few or too many rows of wrapped or wide text."""
-    assert rows_of("", 10) == 1
-    assert rows_of("x" * 10, 10) == 1
-    assert rows_of("x" * 11, 10) == 2
-    assert rows_of("x" * 9 + "漢", 10) == 2
-    assert rows_of("a\nb\n", 10) == 3

@@ -137,7 +137,7 @@ def test_a_link_shows_its_target(monkeypatch):
     writer = MarkdownWriter(show_reasoning=False)
     writer.answer("[https://good.example](https://bad.example/x)\n\n")
     writer.end()
-    assert "https://good.example (https://bad.example/x)" in check(screens)
+    assert "[https://good.example](https://bad.example/x)" in check(screens)
 
 
 def test_the_input_line_shows_what_hides_in_a_draft():

@@ -374,10 +374,10 @@ def stats(chat: Chat, argument: str) -> None:
 
 @command("raw [on|off]")
 def raw(chat: Chat, argument: str) -> None:
-    """Print the last reply unrendered, for copying; `on` shows all replies like that."""
+    """Print the last reply without colours; `on` shows all replies like that."""
     if argument in ("on", "off"):
-        chat.markdown = argument == "off"
-        return chat.note(f"Markdown is {'on' if chat.markdown else 'off'}")
+        chat.colours = argument == "off"
+        return chat.note(f"replies {'in' if chat.colours else 'without'} colours")
     _refuse(argument)
     number = chat.line.last("assistant")
     if not number:

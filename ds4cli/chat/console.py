@@ -39,7 +39,7 @@ class Chat:
         reader: Any = None,
     ):
         self.request = request
-        self.markdown = request.markdown
+        self.colours = request.colours
         self.conversation = Conversation(
             engine, settings, tools=tools, drop_reasoning=request.drop_reasoning
         )
@@ -155,7 +155,7 @@ class Chat:
 
     def _writer(self) -> terminal.ReplyWriter:
         shows_reasoning = not self.request.quiet and not self.settings.hide_reasoning
-        if self.markdown and renders_markdown():
+        if self.colours and shows_colours():
             from ds4cli.chat.markdown import MarkdownWriter
 
             return MarkdownWriter(shows_reasoning)
@@ -278,8 +278,8 @@ class Chat:
             terminal.note(text)
 
 
-def renders_markdown() -> bool:
-    """Whether stdout can show Markdown. `FORCE_COLOR` makes Rich say terminal for a pipe."""
+def shows_colours() -> bool:
+    """Whether stdout can show colours. `FORCE_COLOR` makes Rich say terminal for a pipe."""
     out = terminal.out
     return sys.stdout.isatty() and not out.is_dumb_terminal and not out.no_color
 

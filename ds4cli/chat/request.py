@@ -21,7 +21,7 @@ class Request:
     """What the command line asked for, beyond settings.
 
     resume: continue the latest session. name: of the session, new or old. single: all of standard
-    input is one message. markdown: render replies on a terminal. yes_tools: what may run unasked.
+    input is one message. colours: for replies on a terminal. yes_tools: what may run unasked.
     """
 
     resume: bool = False
@@ -30,7 +30,7 @@ class Request:
     save: bool = True
     history: bool = True
     single: bool = False
-    markdown: bool = True
+    colours: bool = True
     drop_reasoning: bool = False
     yes_tools: tuple[str, ...] = ()
     quiet: bool = False
