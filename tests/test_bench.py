@@ -76,7 +76,9 @@ def rows_of(lab, scenario):
 def test_scenarios_run_and_nothing_changes(name, scenario):
     """Guards: a scenario that breaks on a kind of layer, or text that going back changes."""
     rows = rows_of(lab_of(name, clock=fake_clock()), scenario)
-    assert rows and all(isinstance(r, Row) and r.scenario == scenario for r in rows)
+    assert rows and all(
+        isinstance(r, Row) and r.scenario in (scenario, "plain decoding") for r in rows
+    )
     assert all(r.match is not False for r in rows)
     keys = [r.key for r in rows]
     assert len(keys) == len(set(keys)), "a row would overwrite another in a comparison"
@@ -141,8 +143,18 @@ def test_a_mismatch_in_the_control_is_found(monkeypatch):
         return decode(session, n if session.recording else n - 1)
 
     monkeypatch.setattr(lab, "decode", other_text)
-    found = {r.case: r.match for r in rows_of(lab, "control") if r.match is not None}
-    assert list(found.values()) == [False, True]
+    found = [r.match for r in rows_of(lab, "control") if r.scenario == "control"]
+    assert [match for match in found if match is not None] == [False, True]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gemma3_text"])
+def test_plain_decoding_stands_beside_mlx_lm(name):
+    """Guards: a ratio of two different texts, or a loop that is timed with its prompt."""
+    found = rows_of(lab_of(name, clock=fake_clock()), "control")
+    ours, theirs = (r for r in found if r.scenario == "plain decoding")
+    assert ours.match and ours.forwards == theirs.forwards == SMALL.generate
+    assert len(ours.samples) == len(theirs.samples) == SMALL.pairs
+    assert ours.note == "1.00 ± 0.00 of mlx-lm's speed" and ours.against == theirs.way
 
 
 def test_a_context_that_does_not_fit_is_refused():
