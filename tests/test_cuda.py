@@ -17,7 +17,7 @@ from ds4cli.hooks.cuda import attention, kernels, recurrences, rows
 from ds4cli.tape import Recorder, self_check
 
 pytestmark = pytest.mark.filterwarnings("error")
-needs_cuda = pytest.mark.skipif(not mx.cuda.is_available(), reason="needs an NVIDIA GPU")
+needs_cuda = pytest.mark.skipif(not cuda.is_on(), reason="needs CUDA and DS4CLI_TEST_DEVICE=gpu")
 TOLERANCE = 2e-6
 
 
@@ -128,8 +128,16 @@ def test_masks_of_two_kinds_of_layers_are_kept_apart():
     assert error(call(*other, None, 0.3, "causal"), want) < TOLERANCE
 
 
+def test_which_calls_take_products():
+    """Guards: products where MLX's kernels win, or scores that fill the card."""
+    assert not attention.pays(1, 10, 10) and attention.pays(2, 4000, 32)
+    assert attention.pays(attention.MAX_ROWS, 10, 10)
+    assert not attention.pays(attention.MAX_ROWS + 1, 10, 10)
+    assert not attention.pays(attention.MAX_ROWS, attention.MAX_SCORES // attention.MAX_ROWS, 2)
+
+
 def test_one_row_long_calls_and_packed_caches_stay_as_they_are(monkeypatch):
-    """Guards: products where MLX's kernels win, or on keys that are packed."""
+    """Guards: products asked for on keys that are packed, or whatever `pays` says."""
     monkeypatch.setattr(attention, "products", lambda *_: pytest.fail("products"))
     packed = QuantizedKVCache(32, 8)
     for n in (1, attention.MAX_ROWS + 1):
@@ -216,8 +224,8 @@ def armed(name, **over):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_calls_of_several_rows_take_the_kernel(taken, name):
-    """Guards: a family whose recurrence still loops, or one row that pays for a launch."""
+def test_calls_take_the_kernel(taken, name):
+    """Guards: a family whose recurrence still loops over the rows of a call."""
     model = armed(name)
     plain = stock(model)
     caches = [make_prompt_cache(m) for m in (model, plain)]
@@ -226,7 +234,7 @@ def test_calls_of_several_rows_take_the_kernel(taken, name):
             m(tiny.ids(n)[None], cache=c) for m, c in zip((plain, model), caches, strict=True)
         )
         assert error(got, want) < 2e-5
-    assert set(taken) == {7, 4}
+    assert set(taken) == {7, 1, 4}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -236,12 +244,12 @@ def test_replays_take_the_kernel(taken, name):
     recorder = Recorder.arm(model)
     taken.clear()
     assert self_check(model, recorder, lambda: make_prompt_cache(model)).accepts
-    assert {2, 5} <= set(taken)
+    assert 2 in taken
 
 
 def test_masked_rows_leave_the_state_alone(taken):
     """Guards: padding that moves a Mamba-2 state."""
-    update = recurrences._by_rows(ssm_update)
+    update = recurrences._as_kernel(ssm_update)
     x, A_log, B, C, D, dt, bias, state = ssd_inputs(6)
     mask = mx.arange(6)[None] >= 2
     y, after = update(x, A_log, B, C, D, dt, bias, state, mask=mask)

@@ -192,8 +192,8 @@ def _scan(T, K_in, V, K_out, D_all, state):
 
 
 def use_chunked(model: nn.Module) -> Swaps:
-    """Let this model's own layers use `chunked` for calls of MIN_ROWS rows and more, or the kernel
-    for CUDA there.
+    """Let this model's own layers use `chunked` for calls of MIN_ROWS rows and more; on CUDA, a
+    kernel for all calls.
 
     Does nothing where mlx-lm has its Metal kernel. Call it before `Recorder.arm`; `undo()` of the
     result takes it back (after `Recorder.disarm`).
@@ -223,6 +223,6 @@ def _switched(cls: type, on_cuda: bool) -> type:
 
 def _form(rows: int, dim: int, on_cuda: bool) -> Callable | None:
     """What computes a call of so many rows; None: mlx-lm's own loop."""
-    if on_cuda and kernels.pays(rows, dim):
+    if on_cuda and kernels.fits(dim):
         return kernels.gated_delta
     return chunked if rows >= MIN_ROWS else None

@@ -20,16 +20,18 @@ from ds4cli.hooks import cuda
 from ds4cli.hooks.rebind import Swaps, calls, rebound
 
 NAME = "scaled_dot_product_attention"
-# Calls of so many rows take the products. One row has a kernel that needs no plan; long calls are
-# worth theirs.
-MIN_ROWS, MAX_ROWS = 2, 64
+# Calls of so many rows take the products. One row has a kernel that needs no plan; calls of a whole
+# chunk of a prompt have sizes that come again.
+MIN_ROWS, MAX_ROWS = 2, 256
+# Scores of all heads at once: a quarter of a gigabyte in half precision, for the length of a layer.
+MAX_SCORES = 2**27
 # Masks kept in the form that the product adds; a model with windows has two kinds of layers.
 KEPT_MASKS = 2
 
 
-def pays(rows: int) -> bool:
+def pays(rows: int, keys: int, heads: int) -> bool:
     """Whether a call of so many rows is faster as products. Measured on an H200, see README."""
-    return MIN_ROWS <= rows <= MAX_ROWS
+    return MIN_ROWS <= rows <= MAX_ROWS and rows * keys * heads <= MAX_SCORES
 
 
 def use(model: nn.Module) -> Swaps:
@@ -67,12 +69,17 @@ def _by_rows(attention: Callable) -> Callable:
         mask: mx.array | str | None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        plain = pays(queries.shape[2]) and not hasattr(cache, "bits")
-        if plain and queries.dtype == keys.dtype == values.dtype:
+        _, heads, rows, _ = queries.shape
+        plain = rows >= MIN_ROWS and not hasattr(cache, "bits")
+        if plain and pays(rows, keys.shape[2], heads) and _alike(queries, keys, values):
             return products(queries, keys, values, scale, mask, sinks, biases)
         return attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
 
     return scaled_dot_product_attention
+
+
+def _alike(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
+    return queries.dtype == keys.dtype == values.dtype
 
 
 def products(

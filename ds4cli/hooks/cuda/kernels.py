@@ -13,8 +13,6 @@ from functools import cache
 
 import mlx.core as mx
 
-# Calls of so many rows and more; what one row costs is README's, "On an NVIDIA GPU".
-MIN_ROWS = 2
 LANES = 8
 THREADS = 128
 
@@ -102,13 +100,8 @@ _WKV = """
 
 
 def fits(width: int) -> bool:
-    """Whether the kernels can do lines of so many elements."""
+    """Whether the kernels can do lines of so many elements. They win at any number of rows."""
     return width % LANES == 0 and width <= 32 * LANES
-
-
-def pays(rows: int, width: int) -> bool:
-    """Whether a call of so many rows takes the kernel."""
-    return rows >= MIN_ROWS and fits(width)
 
 
 def gated_delta(q, k, v, g, beta, state=None, mask=None):

@@ -35,11 +35,11 @@ def use(model: nn.Module) -> Swaps:
 
 @cache
 def _with_ssd(cls: type) -> type:
-    return rebound(cls, {"ssm_update": _by_rows})
+    return rebound(cls, {"ssm_update": _as_kernel})
 
 
-def _by_rows(update: Callable) -> Callable:
-    """mlx-lm's `ssm_update`; the kernel where it pays. `lengths` are left to mlx-lm."""
+def _as_kernel(update: Callable) -> Callable:
+    """mlx-lm's `ssm_update`; the kernel where it fits. `lengths` are left to mlx-lm."""
     default_limit = signature(update).parameters["time_step_limit"].default
 
     @wraps(update)
@@ -48,7 +48,7 @@ def _by_rows(update: Callable) -> Callable:
         **named,
     ):  # fmt: skip
         limit = named.pop("time_step_limit", limit)
-        if lengths is not None or not kernels.pays(x.shape[1], B.shape[-1]):
+        if lengths is not None or not kernels.fits(B.shape[-1]):
             return update(x, A_log, B, C, D, dt, dt_bias, state, limit, mask, lengths, **named)
         dt = compute_dt(dt, dt_bias, limit)
         if mask is not None:
@@ -61,7 +61,7 @@ def _by_rows(update: Callable) -> Callable:
 @cache
 def _with_wkv7(cls: type) -> type:
     def _wkv7(self, r, w, k, v, a, b, state):
-        if not kernels.pays(r.shape[1], r.shape[-1]):
+        if not kernels.fits(r.shape[-1]):
             return cls._wkv7(self, r, w, k, v, a, b, state)
         if state is None:
             state = mx.zeros((r.shape[0], r.shape[2], r.shape[3], r.shape[3]), r.dtype)
