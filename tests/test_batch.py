@@ -438,6 +438,10 @@ def test_files_that_must_not_be_touched(tmp_path):
     (tmp_path / "notes").write_text("my notes\n")
     with pytest.raises(UsageError, match=r"line 1 of .* is no result"):
         FileResults(tmp_path / "notes", resume=True, force=False)
+    (tmp_path / "notes").write_text("one line without an end")
+    with pytest.raises(UsageError, match=r"line 1 of .* is no result"):
+        FileResults(tmp_path / "notes", resume=True, force=False)
+    assert (tmp_path / "notes").read_text() == "one line without an end"
     held = FileResults(path, resume=True, force=False)
     with pytest.raises(UsageError, match="another run is writing"):
         FileResults(path, resume=True, force=False)
@@ -467,6 +471,34 @@ def test_a_line_that_cannot_be_written_leaves_whole_lines(tmp_path, monkeypatch)
     monkeypatch.undo()
     results.close()
     assert "--resume" in caught.value.hint and path.read_bytes() == answer(items[0])
+
+
+@pytest.mark.parametrize("call", ["fsync", "ftruncate"])
+def test_a_file_that_cannot_be_synced_or_cut_is_one_line(tmp_path, monkeypatch, call):
+    """Guards: a bare OSError when a file is opened or a torn end is cut off."""
+    items, path = items_of(2), tmp_path / "out"
+    run_batch(path, items)
+    cut(path, path.stat().st_size - 1)
+    left = path.read_bytes()
+
+    def failing(*args):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, call, failing)
+    with pytest.raises(DS4Error, match=r"cannot write .*: input/output error") as caught:
+        run_batch(path, items, resume=True)
+    with pytest.raises(DS4Error, match=r"cannot write .*: input/output error"):
+        run_batch(tmp_path / "new", items)
+    monkeypatch.undo()
+    assert "--resume" in caught.value.hint and left.startswith(path.read_bytes())
+    assert run_batch(path, items, resume=True) == [items[1].custom_id]
+
+
+def test_zeros_at_the_end_are_torn(tmp_path):
+    """Guards: what a power cut leaves of a line needs an editor before the run can go on."""
+    items, path = items_of(2), tmp_path / "out"
+    path.write_bytes(answer(items[0]) + bytes(100))
+    assert run_batch(path, items, resume=True) == [items[1].custom_id]
 
 
 def test_a_stream_gets_lines_in_input_order():

@@ -336,6 +336,8 @@ BAD_USE = [
     (["--batch", "missing"], "`missing`"),
     (["--batch", "in", "--resume"], "nothing to resume on standard output"),
     (["--batch", "in", "-o", "in"], "`in` is the input"),
+    (["--batch", "in", "-o", "hard", "--force"], "`hard` is the input"),
+    (["--batch", "o.waiting", "-o", "o", "--force"], "`o.waiting` is the input"),
     (["--batch", "in", "-o", "no/out"], "cannot write `no/out`"),
     (["--batch", "in", "-o", "old"], "`old` has results already"),
     (["--batch", "twice"], "line 3: `custom_id` `a` is taken"),
@@ -350,6 +352,8 @@ def test_bad_use_is_one_line_exit_2_and_loads_nothing(shared, args, message):
     twice = [{"prompt": "a", "custom_id": "a"}, {"prompt": "b"}, {"prompt": "c", "custom_id": "a"}]
     write_jsonl("twice", twice)
     Path("old").write_text("{}\n")
+    os.link("in", "hard")
+    os.link("in", "o.waiting")
     stdin = "".join(json.dumps(twice[i]) + "\n" for i in (0, 2))
     result = command(*args, stdin=stdin)
     assert result.exit_code == 2, result.stderr
@@ -486,6 +490,18 @@ def test_a_full_disk_is_one_line_and_costs_one_answer(zygote, folders, tmp_path)
     zygote.start([*args, "--resume"], tmp_path)
     assert zygote.wait() == 0
     assert (tmp_path / "out").read_bytes().startswith(done)
+
+
+@pytest.mark.parametrize("more", [["-o", "in", "--force"], []])
+def test_the_input_is_known_by_any_name(zygote, tmp_path, more):
+    """Guards: standard input is emptied as the output, or standard output read as the input."""
+    text = '{"prompt": "x"}\n'
+    (tmp_path / "in").write_text(text)
+    names = {"stdin": "in"} if more else {"stdin": "in", "stdout": "in"}
+    zygote.start(["generate", "--batch", "-", *more], tmp_path, **names)
+    assert zygote.wait() == 2
+    assert (tmp_path / "in").read_text() == text
+    assert "is the input" in (tmp_path / "stderr").read_text()
 
 
 def test_answers_come_while_the_input_is_open(zygote, folders, tmp_path):

@@ -11,7 +11,6 @@ progress.py  how far it is
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ds4cli import generate, terminal
 from ds4cli.batch import replies
-from ds4cli.batch.lines import Lines, open_lines, take_block
+from ds4cli.batch.lines import Lines, file_id, open_lines, take_block
 from ds4cli.batch.progress import BatchProgress
 from ds4cli.batch.requests import Item, Names, Warnings, is_blank, parse
 from ds4cli.batch.results import Results, open_results
@@ -58,8 +57,8 @@ def run(request: Request, settings: Settings) -> int:
     tools = generate.read_tools(settings.tools)
     with ExitStack() as files:
         lines = files.enter_context(closing(open_lines(request.source)))
-        _refuse_same_file(request)
-        results = open_results(request.output, request.resume, request.force)
+        source = file_id(0 if request.source == "-" else request.source)
+        results = open_results(request.output, request.resume, request.force, source)
         files.enter_context(closing(results))
         total = _look_through(lines, request.plain, results)
         results.begin(replies.made_with(settings, tools))
@@ -68,12 +67,6 @@ def run(request: Request, settings: Settings) -> int:
         engine = generate.load_engine(settings, quiet=request.quiet, verbose=request.verbose)
         results.check_model(model_fingerprint(engine))
         return _answer(request, engine, tools, lines, results, total)
-
-
-def _refuse_same_file(request: Request) -> None:
-    names = request.source, request.output
-    if "-" not in names and all(map(os.path.exists, names)) and os.path.samefile(*names):
-        raise UsageError(f"`{request.output}` is the input", "give another `--output`")
 
 
 def _look_through(lines: Lines, plain: bool, results: Results) -> int | None:

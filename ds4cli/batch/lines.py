@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import os
 import select
+import stat
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import BinaryIO
 
 from ds4cli.errors import UsageError
@@ -21,6 +23,16 @@ READ_BYTES = 1 << 16
 POLL_S = 0.1
 
 Line = tuple[int, bytes]
+FileId = tuple[int, int]
+
+
+def file_id(file: int | str | Path) -> FileId | None:
+    """Device and inode: what tells a regular file, whatever it is called. None for all else."""
+    try:
+        status = os.stat(file)
+    except (OSError, ValueError):  # there is none, or the name cannot be one's
+        return None
+    return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None
 
 
 class _Source:

@@ -24,6 +24,8 @@ WITHOUT_EFFECT = {
 }  # fmt: skip
 # Longer texts are told by their hash.
 SHOWN_CHARS = 64
+# Of every output line.
+BEGINNING = b'{"id": "batch_req_'
 FINISH_REASONS = {"tool": "tool_calls"}
 
 

@@ -21,12 +21,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ds4cli.batch.replies import differences, request_id
+from ds4cli.batch.lines import FileId, file_id
+from ds4cli.batch.replies import BEGINNING, differences, request_id
 from ds4cli.batch.requests import Item, name_key
 from ds4cli.errors import DS4Error, UsageError
 from ds4cli.escapes import visible
 
 FORCE_HINT = "use another `--output`, or `--force` to go on with what differs"
+NO_RESULT_HINT = "name the output of the run to go on with"
+RESUME_HINT = "what is done stays: when it can be written, run the same command with `--resume`"
 
 
 class StreamResults:
@@ -73,6 +76,11 @@ class StreamResults:
             self._stream.close()
 
 
+def waiting_of(path: Path) -> Path:
+    """Where results wait for their turn."""
+    return Path(f"{path}.waiting")
+
+
 class FileResults:
     """Results in a file."""
 
@@ -82,7 +90,7 @@ class FileResults:
         self.path = path
         self._resume, self._force = resume, force
         self._out = _Log(path)
-        self._later = _Log(path.with_name(path.name + ".waiting"))
+        self._later = _Log(waiting_of(path))
         self._turns: deque[int] = deque()
         self._earlier = _Earlier()
         self._is_in_order = False
@@ -207,13 +215,14 @@ class _Earlier:
         self._end = 0
 
     def scan(self, log: _Log, in_order: bool, force: bool) -> None:
-        """Read a file of results; a line without an end is torn, and is nothing."""
+        """Read a file of results; a torn line is nothing."""
         for number, start, raw in log.lines():
+            if _is_torn(raw):
+                continue
             result = _read(raw)
             if result is None and not force:
                 raise UsageError(
-                    f"line {number} of `{log.path}` is no result of a batch",
-                    "name the output of the run to go on with",
+                    f"line {number} of `{log.path}` is no result of a batch", NO_RESULT_HINT
                 )
             key = name_key(result["custom_id"]) if result and _is_good(result) else 0
             if in_order:
@@ -253,10 +262,16 @@ class _Earlier:
         return end, [key for key in keys if self.places.get(key, -1) >= end]
 
 
+def _is_torn(raw: bytes) -> bool:
+    """Whether a run ended while it wrote this line. What a power cut leaves may be zeros."""
+    is_ours = raw.startswith(BEGINNING) or BEGINNING.startswith(raw) or not raw.strip(b"\0")
+    return is_ours and not raw.endswith(b"\n")
+
+
 def _read(raw: bytes) -> dict[str, Any] | None:
     """A result line; None if it is none."""
     try:
-        line = json.loads(raw)
+        line = json.loads(raw) if raw.endswith(b"\n") else None
     except (ValueError, RecursionError):
         return None
     known = isinstance(line, dict) and isinstance(line.get("custom_id"), str)
@@ -294,18 +309,18 @@ class _Log:
             self.close()
             raise UsageError(f"another run is writing `{self.path}`") from None
         if is_new:
-            _sync_folder(self.path.parent)
+            with self._said_if_it_fails():
+                _sync_folder(self.path.parent)
 
     def size(self) -> int:
         return os.fstat(self._fd).st_size
 
     def lines(self) -> Iterator[tuple[int, int, bytes]]:
-        """Number, offset and bytes of each complete line."""
+        """Number, offset and bytes of each line; the last one may lack its end."""
         start = 0
         with open(self.path, "rb") as file:
             for number, raw in enumerate(file, 1):
-                if raw.endswith(b"\n"):
-                    yield number, start, raw
+                yield number, start, raw
                 start += len(raw)
 
     def line_at(self, start: int) -> bytes:
@@ -322,32 +337,40 @@ class _Log:
     def append(self, data: bytes, sync: bool = True) -> int:
         """Add a line, whole or not at all; returns where it begins."""
         start, view = self.size(), memoryview(data)
-        try:
-            while view:
-                view = view[os.write(self._fd, view) :]
-            if sync:
-                os.fsync(self._fd)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, start)
-            raise DS4Error(
-                f"cannot write `{self.path}`: {_reason(error)}",
-                "what is done stays: make room, then run the same command with `--resume`",
-            ) from None
+        with self._said_if_it_fails():
+            try:
+                while view:
+                    view = view[os.write(self._fd, view) :]
+                if sync:
+                    os.fsync(self._fd)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._fd, start)
+                raise
         return start
 
     def sync(self) -> None:
         if self._fd >= 0:
-            os.fsync(self._fd)
+            with self._said_if_it_fails():
+                os.fsync(self._fd)
 
     def cut(self, size: int) -> None:
-        os.ftruncate(self._fd, size)
-        os.fsync(self._fd)
+        with self._said_if_it_fails():
+            os.ftruncate(self._fd, size)
+            os.fsync(self._fd)
+
+    @contextlib.contextmanager
+    def _said_if_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DS4Error(f"cannot write `{self.path}`: {_reason(error)}", RESUME_HINT) from None
 
     def cut_torn(self) -> None:
         """Take away a last line without an end, if the file is open."""
         if self._fd >= 0:
-            self.cut(max((start + len(raw) for _, start, raw in self.lines()), default=0))
+            ends = (at + len(raw) for _, at, raw in self.lines() if raw.endswith(b"\n"))
+            self.cut(max(ends, default=0))
 
     def remove(self) -> None:
         self.close()
@@ -375,16 +398,25 @@ def _reason(error: OSError) -> str:
 Results = StreamResults | FileResults
 
 
-def open_results(name: str, resume: bool, force: bool) -> Results:
+def _refuse_source(source: FileId | None, written: int | Path, words: str) -> None:
+    if source is not None and file_id(written) == source:
+        raise UsageError(f"{words} is the input, and would be written", "give another `--output`")
+
+
+def open_results(name: str, resume: bool, force: bool, source: FileId | None = None) -> Results:
     """Results to a file, or to standard output for `-`; pipes and devices are written as they are.
 
-    UsageError if there are results already and nobody said what to do with them.
+    UsageError if there are results already and nobody said what to do with them, or if a file that
+    would be written is `source`, the input.
     """
     if name == "-":
         if resume:
             raise UsageError("there is nothing to resume on standard output", "give `--output`")
+        _refuse_source(source, 1, "standard output")
         return StreamResults(sys.stdout.buffer)
     path = Path(name)
+    for written in (path, waiting_of(path)):
+        _refuse_source(source, written, f"`{written}`")
     try:
         is_special = path.exists() and not stat.S_ISREG(path.stat().st_mode)
         if is_special and not path.is_dir():
