@@ -7,7 +7,7 @@ text must be the same. Shown: tokens per model call and the median of the pairs'
 The first answers warm up and are not counted. MODE is a value of `--speculate`, else auto.
 """
 
-import sys
+import argparse
 import time
 from dataclasses import replace
 from statistics import median
@@ -126,10 +126,13 @@ def measure(way, plain, kind):
 
 
 def main():
-    name, *drafters = sys.argv[1:] or ["builtin"]
-    base = Engine.load(name, drafter="none")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default="builtin", help="folder, hub id or builtin")
+    parser.add_argument("drafters", nargs="*", metavar="DRAFTER[:MODE]", help="default: auto ngram")
+    given = parser.parse_args()
+    base = Engine.load(given.model, drafter="none")
     plain = Way(base, "none")
-    for drafter in drafters or ["auto", "ngram"]:
+    for drafter in given.drafters or ["auto", "ngram"]:
         way = Way(base, drafter)
         for kind in WORK:
             if kind == "tool calls" and detect_format(base.tokenizer) is None:
@@ -139,4 +142,5 @@ def main():
             measure(way, plain, kind)
 
 
-main()
+if __name__ == "__main__":
+    main()

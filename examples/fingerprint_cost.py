@@ -5,6 +5,7 @@ python examples/fingerprint_cost.py
 
 from __future__ import annotations
 
+import argparse
 import json
 import struct
 import tempfile
@@ -35,6 +36,7 @@ def make(folder: Path) -> None:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         make(Path(folder))
         for _ in range(RUNS):

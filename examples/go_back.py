@@ -3,7 +3,7 @@
 python examples/go_back.py [MODEL]
 """
 
-import sys
+import argparse
 
 from ds4cli import Engine
 
@@ -15,8 +15,10 @@ def reply(session, max_tokens):
     print()
 
 
-def main(model="builtin"):
-    engine = Engine.load(model, temp=0.8)
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default="builtin", help="folder, hub id or builtin")
+    engine = Engine.load(parser.parse_args().model, temp=0.8)
     session = engine.session()
     session.sync(engine.render([{"role": "user", "content": "Name three colours."}]))
     start = session.pos
@@ -31,4 +33,4 @@ def main(model="builtin"):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,16 +1,16 @@
 """What keeping the last positions reachable costs a reply that never goes back.
 
-python examples/recording_cost.py MODEL [CONTEXT_TOKENS [SECONDS]]
+python examples/recording_cost.py MODEL [--context TOKENS] [--seconds N]
 
 Two sessions that have read the same text go on in turns, 16 tokens each, one of them without
 recording. A machine's speed changes within seconds, so only neighbours are compared.
 """
 
+import argparse
 import gc
 import math
 import random
 import statistics
-import sys
 import time
 
 from ds4cli import Engine
@@ -42,15 +42,20 @@ def turns(on, off, run_s):
     return ratios, plain
 
 
-def main(model, context_tokens=4096, run_s=300):
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--context", type=int, default=4096, help="tokens read before")
+    parser.add_argument("--seconds", type=float, default=300, help="how long to measure")
+    given = parser.parse_args()
     gc.set_threshold(COLLECT_AFTER)  # as the commands do
-    engine = Engine.load(model, drafter="none")
+    engine = Engine.load(given.model, drafter="none")
     engine.stop_ids = set()
     on = engine.session()
-    on.sync(random.choices(range(engine.token_limit), k=int(context_tokens)))
+    on.sync(random.choices(range(engine.token_limit), k=given.context))
     off = on.fork()
     off.recording = False
-    ratios, plain = turns(on, off, float(run_s))
+    ratios, plain = turns(on, off, given.seconds)
     share, error = statistics.mean(ratios), statistics.stdev(ratios) / math.sqrt(len(ratios))
     token_ms = 1e3 * statistics.median(plain) / TURN_TOKENS
     print(f"{len(ratios)} pairs of {TURN_TOKENS} tokens; a token takes {token_ms:.1f} ms; with")
@@ -58,4 +63,4 @@ def main(model, context_tokens=4096, run_s=300):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

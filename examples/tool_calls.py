@@ -8,9 +8,9 @@ with and without the guard in turns, for what the guard costs when nothing is wr
 what counts, but on a shared machine the CPU time of the thread that decodes says more.
 """
 
+import argparse
 import json
 import random
-import sys
 import time
 from dataclasses import dataclass, replace
 from statistics import median
@@ -242,13 +242,17 @@ def pair(lab, case, n, first):
     return replies[True], replies[False]
 
 
-def main(model="builtin", prompts="100"):
-    lab, rng = Lab(model), random.Random(1)
-    cases = [random_case(rng) for _ in range(int(prompts))]
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default="builtin", help="folder, hub id or builtin")
+    parser.add_argument("prompts", nargs="?", type=int, default=100)
+    given = parser.parse_args()
+    lab, rng = Lab(given.model), random.Random(1)
+    cases = [random_case(rng) for _ in range(given.prompts)]
     build(lab, cases)
     hot(lab, cases)
     cold(lab, cases)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

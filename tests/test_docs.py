@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import asdict
@@ -125,7 +126,9 @@ def test_the_cost_of_recording_is_measured(hybrid_folder):
     """Guards: the program behind a figure of the README fails."""
     script = str(ROOT / "examples" / "recording_cost.py")
     done = subprocess.run(
-        [sys.executable, script, str(hybrid_folder), "20", "0"], capture_output=True, text=True
+        [sys.executable, script, str(hybrid_folder), "--context", "20", "--seconds", "0"],
+        capture_output=True,
+        text=True,
     )
     assert "standard error" in done.stdout, done.stderr
 
@@ -141,3 +144,12 @@ def test_host_cost_is_counted(hybrid_folder):
     assert done.returncode == 0, done.stderr
     counts = [[float(n) for n in line[24:].split()] for line in done.stdout.splitlines()[1:]]
     assert len(counts) == 3 and all(n > 0 for row in counts for n in row), done.stdout
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+def test_examples_say_how_they_are_called(path, monkeypatch, capsys):
+    """Guards: `--help` taken for the name of a model."""
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(path), run_name="__main__")
+    assert end.value.code == 0 and capsys.readouterr().out.startswith("usage:")
