@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -219,10 +220,54 @@ class Interrupts:
 
 
 def leave_now() -> None:
-    """End the process at once, with the cursor visible."""
+    """End the process at once: the terminal as it was found, the cursor visible in a new line."""
+    UnseenKeys.restore()
     if is_animated():
         os.write(2, SHOW_CURSOR)
+    if sys.stderr.isatty():
+        os.write(2, b"\r\n")
     os._exit(EXIT_INTERRUPTED)
+
+
+class UnseenKeys:
+    """Inside the block what is typed is not echoed into the output: it waits for the next prompt.
+
+    Ctrl-C still interrupts. There is one terminal, so what it was like is kept by the class.
+    """
+
+    _found: list[Any] | None = None
+
+    def __enter__(self) -> None:
+        UnseenKeys._found = termios.tcgetattr(0)
+        self._hide()
+
+    def __exit__(self, *exception: object) -> None:
+        self.restore()
+        UnseenKeys._found = None
+
+    @staticmethod
+    def restore() -> None:
+        """The terminal as it was found."""
+        if UnseenKeys._found is not None:
+            termios.tcsetattr(0, termios.TCSANOW, UnseenKeys._found)
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """As it was found while another program has the terminal."""
+        self.restore()
+        try:
+            yield
+        finally:
+            self._hide()
+
+    @staticmethod
+    def _hide() -> None:
+        modes = termios.tcgetattr(0)
+        modes[0] &= ~termios.ICRNL  # Enter arrives as the prompt expects it
+        modes[3] &= ~(termios.ECHO | termios.ICANON | termios.IEXTEN)
+        modes[3] |= termios.NOFLSH  # Ctrl-C drops nothing that was typed
+        modes[6][termios.VMIN], modes[6][termios.VTIME] = 1, 0
+        termios.tcsetattr(0, termios.TCSANOW, modes)
 
 
 def stats_line(stats: Stats, peak_bytes: int) -> str:

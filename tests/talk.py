@@ -36,6 +36,9 @@ class Script:
         self.is_interactive = is_interactive
         self.offered: list[str] = []
 
+    def lent(self):
+        return contextlib.nullcontext()
+
     def read(self, default: str = "") -> str:
         self.offered.append(default)
         if not self.texts:

@@ -274,6 +274,28 @@ def test_edit_a_reply_keeps_its_other_ids(said, engine, monkeypatch):
     assert session.tokens == said.line.tokens
 
 
+@pytest.mark.parametrize("thought", ["<think>\nwhy\n</think>\n\n", ""])
+def test_the_text_behind_a_replys_number_is_its_answer(engine, thought):
+    """Guards: `/edit 2 text` taken for reasoning, or a reply that loses its reasoning."""
+    chat = talk.chat(engine, "why?")
+    last = replace(chat.line.turns[-1], tokens=tuple(engine.encode(f"{thought}old")), content="old")
+    chat.conversation.transcript.say(chat.line.upto(1).plus(last))
+    chat.take("/edit 2 new words")
+    edited = chat.line.turns[-1]
+    assert edited.content == "new words"
+    assert chat.conversation.raw_text(edited) == f"{thought}new words"
+    check(chat)
+
+
+def test_an_answer_ends_reasoning_that_was_cut(engine):
+    """Guards: the text of `/edit 2 text` put into reasoning that nobody closed."""
+    chat = talk.chat(engine, "why?")
+    last = replace(chat.line.turns[-1], tokens=tuple(engine.encode("<think>\nwhy")), content="")
+    chat.conversation.transcript.say(chat.line.upto(1).plus(last))
+    chat.take("/edit 2 new words")
+    assert chat.line.turns[-1].content == "new words"
+
+
 def test_edit_the_system_text(said, monkeypatch):
     """Guards: /edit 0 doing nothing where there is no system text yet."""
     editing(monkeypatch, "open(path, 'w').write('Be brief.')")

@@ -184,13 +184,44 @@ def test_ctrl_c_at_the_prompt(folder):
         term.child.send("half a line")
         time.sleep(0.3)
         term.child.sendcontrol("c")
-        term.ready()
+        assert "again" in term.ready()
         time.sleep(1.1)
         term.child.sendcontrol("c")
         assert "again" in term.ready()
         term.child.sendcontrol("c")
         assert term.ended() == 130
     assert "half a line" in (state_folder() / "history.jsonl").read_text()
+
+
+def test_ctrl_c_typing_ctrl_c_does_not_leave(folder):
+    """Guards: a second Ctrl-C that was meant for what was typed after the first."""
+    with Terminal(folder) as term:
+        term.ready()
+        term.child.sendcontrol("c")
+        term.ready()
+        term.child.send("x")
+        term.child.expect("x")
+        term.child.sendcontrol("c")
+        assert "again" in term.ready()
+        assert term.leave() == 0
+
+
+def test_keys_typed_while_the_model_writes_wait_unseen(folder):
+    """Guards: typed keys in the middle of a reply, or keys that are lost."""
+    endless = f"--logit-bias={talk.END}=-1000"
+    with Terminal(folder, "-n", "9000", endless) as term:
+        term.ready()
+        term.child.send("go\r")
+        term.child.expect_exact("\x1b[?2004l")
+        term.child.expect("[a-z ]{40}")
+        term.child.send("7531")
+        term.child.expect("[a-z ]{40}")
+        term.child.sendintr()
+        assert "stopped" in term.ready() and "7531" not in term.shown
+        term.child.expect_exact("7531")
+        term.child.sendcontrol("c")
+        term.ready()
+        term.leave()
 
 
 @pytest.mark.slow
@@ -244,9 +275,9 @@ def test_plain_terminals(folder, variables):
 
 @pytest.mark.slow
 def test_stdout_to_a_file_still_prompts(folder, tmp_path):
-    """Guards: a prompt written into the file that was meant for replies."""
+    """Guards: a prompt written into the file that was meant for replies; no echo after it."""
     out = tmp_path / "out.txt"
-    command = " ".join([sys.executable, *arguments(folder)]) + f" > {out}"
+    command = " ".join([sys.executable, *arguments(folder)]) + f" > {out}; stty -a"
     child = pexpect.spawn(
         "/bin/sh", ["-c", command], env=environment(), encoding="utf-8", timeout=60
     )
@@ -256,6 +287,7 @@ def test_stdout_to_a_file_still_prompts(folder, tmp_path):
     child.expect_exact(READY)
     child.sendcontrol("d")
     child.expect(pexpect.EOF)
+    assert {"icanon", "echo", "icrnl", "iexten"} <= set(child.before.split())
     child.close()
     assert re.fullmatch(r"[a-z ]*\n", out.read_text())
 

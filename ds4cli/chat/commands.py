@@ -175,7 +175,8 @@ def edit(chat: Chat, argument: str) -> None:
     """Change a turn in your editor, the last message by default; 0 is the system text.
 
     A changed message is sent again. A changed reply keeps its other words as they were sampled,
-    and /continue goes on from there. Later turns are dropped; /redo brings them back.
+    and /continue goes on from there; text typed behind its number replaces all but its reasoning.
+    Later turns are dropped; /redo brings them back.
     """
     first, _, text = argument.partition(" ")
     number = _number(first, chat.line.last("user"))
@@ -186,11 +187,13 @@ def edit(chat: Chat, argument: str) -> None:
         raise UsageError(
             "a tool's result cannot be edited", "/rewind to the call, and give another"
         )
+    before, text = chat.line.upto(number - 1), text.strip()
     old = chat.conversation.raw_text(turn) if turn.is_reply else turn.content
-    new = text.strip() or _edited(chat, old)
+    if turn.is_reply and text:
+        text = chat.conversation.raw_with(before, turn, text)
+    new = text or _edited(chat, old)
     if not new or new == old:
         return chat.note("nothing changed")
-    before = chat.line.upto(number - 1)
     if turn.is_reply:
         _edit_reply(chat, before, turn, new)
     else:
@@ -199,7 +202,8 @@ def edit(chat: Chat, argument: str) -> None:
 
 
 def _edited(chat: Chat, text: str) -> str | None:
-    edited = editor.edit(text)
+    with chat.reader.lent():
+        edited = editor.edit(text)
     chat.reader.was_interrupted = False  # a Ctrl-C was the editor's
     return edited
 

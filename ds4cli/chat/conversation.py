@@ -217,6 +217,14 @@ class Conversation:
         """A reply as the model wrote it, reasoning and markers included."""
         return self.engine.decode(list(turn.tokens))
 
+    def raw_with(self, line: Line, turn: Turn, text: str) -> str:
+        """The raw reply to `line` with `text` as all that stands behind its reasoning."""
+        raw, (start, end, opener) = self.raw_text(turn), self.markers
+        if start and end and (self._opens_thinking(line) or raw.lstrip().startswith(start)):
+            thought, _, rest = raw.partition(end)
+            return thought + end + (rest[: len(rest) - len(rest.lstrip("\n"))] or "\n\n") + text
+        return (opener if opener and raw.startswith(opener) else "") + text
+
     def splitter(self, line: Line) -> ReasoningSplitter:
         """A splitter for a reply to `line`, whose end may have opened a think section."""
         start, end, answer = self.markers

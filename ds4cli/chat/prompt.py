@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -74,6 +75,10 @@ class PipeReader:
     def __exit__(self, *exception: object) -> None:
         pass
 
+    def lent(self) -> AbstractContextManager[None]:
+        """While another program has the terminal."""
+        return contextlib.nullcontext()
+
     def read(self, default: str = "") -> str:
         """The next message. EOFError at the end. `default` is of use on a terminal only."""
         if self._single:
@@ -108,19 +113,18 @@ class PipeReader:
 
 
 class Twice:
-    """Ctrl-C at the prompt: once it clears the line, twice it leaves."""
+    """Ctrl-C at the prompt: once it clears the line, twice with nothing typed between it leaves."""
 
     def __init__(self) -> None:
         self._at = -LEAVE_WITHIN_S
 
     def press(self, line: str) -> None:
-        """Raises Leave for the second of two in a row; otherwise says how to leave, or nothing."""
+        """Raises Leave for the second of two in a row; otherwise says how to leave."""
         now = time.monotonic()
-        if now - self._at < LEAVE_WITHIN_S:
+        if not line and now - self._at < LEAVE_WITHIN_S:
             raise Leave
         self._at = now
-        if not line:
-            terminal.note("Ctrl-C again or Ctrl-D leaves")
+        terminal.note("Ctrl-C again, at once, or Ctrl-D leaves")
 
 
 class PlainReader(PipeReader):
@@ -215,6 +219,7 @@ class TerminalReader:
         from prompt_toolkit.output import create_output
 
         self._twice = Twice()
+        self._keys = terminal.UnseenKeys()
         self._session = PromptSession(
             PROMPT,
             multiline=True,
@@ -230,10 +235,16 @@ class TerminalReader:
 
     def __enter__(self) -> TerminalReader:
         self._handler = signal.signal(signal.SIGINT, self._note_interrupt)
+        self._keys.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._keys.__exit__()
         signal.signal(signal.SIGINT, self._handler)
+
+    def lent(self) -> AbstractContextManager[None]:
+        """While another program has the terminal."""
+        return self._keys.lifted()
 
     def _note_interrupt(self, *_: object) -> None:
         self.was_interrupted = True
