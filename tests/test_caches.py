@@ -22,10 +22,19 @@ from mlx_lm.models.cache import (
 from oracle import TOLERANCE, failing_layer, fresh_logits
 from tiny import CFG, V, build
 
-from ds4cli.caches import UnsupportedCache, adapt, build_caches, check_kv_bits, check_kv_group, nest
+from ds4cli.caches import (
+    LayerAdapter,
+    UnsupportedCache,
+    adapt,
+    build_caches,
+    check_kv_bits,
+    check_kv_group,
+)
+from ds4cli.caches.build import ADAPTERS
 from ds4cli.caches.sliding import SlackChunkedKVCache, SlidingKVCache
 from ds4cli.engine.engine import Engine
 from ds4cli.errors import StateError, UsageError
+from ds4cli.rewind.layers import Layers
 
 WINDOW = 8  # of every tiny model with a window or chunks
 _LAYERS = ["sliding_attention", "full_attention"] * 2
@@ -185,29 +194,38 @@ class Rig:
     def __init__(self, name: str, slack: int = 5, seed: int = 0, step: int = 4, caches=None, **kv):
         self.model = model_of(name)
         self.rng = random.Random(seed)
-        self.caches = caches or build_caches(self.model, slack, **kv)
-        self.adapters = adapt(self.caches)
+        self.layers = Layers(caches or build_caches(self.model, slack, **kv))
         for a in self.adapters:
             if hasattr(a.cache, "step"):
                 a.cache.step = step
         self.tokens: list[int] = []
         self.known: list[int] = []  # tokens, and those a seek left ahead
-        self.seekable = [a for a in self.adapters if a.seekable]
-        self.recurrent = [a for a in self.adapters if not a.seekable]
         self.kept = {0: [a.checkpoint() for a in self.recurrent]}
+
+    @property
+    def adapters(self) -> list:
+        return self.layers.adapters
+
+    @property
+    def seekable(self) -> list:
+        return [a for a in self.adapters if a.seekable]
+
+    @property
+    def recurrent(self) -> list:
+        return self.layers.recurrent
 
     def words(self, n: int) -> list[int]:
         return [self.rng.randrange(V) for _ in range(n)]
 
     def call(self, tokens: list[int]) -> mx.array:
-        for a in self.adapters:
-            a.before_write()
-        logits = self.model(mx.array([tokens]), cache=self.caches)[0]
+        self.layers.before_write()
+        logits = self.model(mx.array([tokens]), cache=self.layers.caches)[0]
         mx.eval(logits, [a.arrays() for a in self.adapters])
         return logits
 
     def feed(self, n: int) -> list[int]:
         new = self.words(n)
+        self.layers.forget_ahead()
         self.call(new)
         self.kept = {p: kept for p, kept in self.kept.items() if p <= len(self.tokens)}
         self.tokens = self.known = [*self.tokens, *new]
@@ -232,11 +250,11 @@ class Rig:
     def check(self) -> None:
         """A probe token after this state gets the logits it gets after a fresh prefill."""
         assert {a.pos() for a in self.seekable} <= {len(self.tokens)}
-        holds = [a.hold() for a in self.adapters]
+        self.layers.forget_ahead()
+        hold = self.layers.hold()
         probe = self.words(1)
         row = self.call(probe)[-1]
-        for a, hold in zip(self.adapters, holds, strict=True):
-            a.restore(hold)
+        self.layers.restore(hold)
         assert any(close(row, fresh) for fresh in fresh_rows(self.model, [*self.tokens, *probe]))
 
     def checkpoint(self) -> list:
@@ -253,10 +271,7 @@ class Rig:
         twin = object.__new__(Rig)
         twin.model, twin.rng = self.model, random.Random(99)
         twin.tokens = twin.known = list(self.tokens)
-        twin.adapters = [a.fork() for a in self.adapters]
-        twin.caches = nest(self.caches, twin.adapters)
-        twin.seekable = [a for a in twin.adapters if a.seekable]
-        twin.recurrent = [a for a in twin.adapters if not a.seekable]
+        twin.layers = self.layers.fork()
         twin.kept = dict(self.kept)
         return twin
 
@@ -355,11 +370,11 @@ def test_the_reach_never_shrinks_below_the_slack(name):
 
 def abort(rig: Rig, layer: int, n: int) -> None:
     """A call of n tokens that dies after `layer`, undone."""
-    holds = [a.hold() for a in rig.adapters]
+    rig.layers.forget_ahead()
+    hold = rig.layers.hold()
     with failing_layer(rig.model, layer), pytest.raises(KeyboardInterrupt):
         rig.call(rig.words(n))
-    for a, hold in zip(rig.adapters, holds, strict=True):
-        a.restore(hold)
+    rig.layers.restore(hold)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -379,20 +394,6 @@ def test_a_call_that_dies_between_layers_is_undone(name):
         rig.check()
 
 
-def test_a_hold_whose_rows_were_overwritten_says_so():
-    """Seek back, write, restore: the rows are gone, and a bare integer would not know."""
-    for name in ("llama", "gemma3_text"):
-        rig = Rig(name, slack=24, step=256)
-        rig.feed(20)
-        holds = [a.hold() for a in rig.adapters]
-        rig.seek(12)
-        rig.feed(3)
-        assert not any(a.held(h) for a, h in zip(rig.adapters, holds, strict=True))
-        with pytest.raises(StateError, match="overwritten"):
-            rig.adapters[0].restore(holds[0])
-        rig.check()
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_a_hold_undoes_seeks_and_restored_checkpoints_with_the_redo(name):
     """A rewind that fails half-way, before any write, is put back with all it could redo."""
@@ -404,10 +405,9 @@ def test_a_hold_undoes_seeks_and_restored_checkpoints_with_the_redo(name):
     known = rig.tokens
     rig.seek(rig.targets()[-3])
     here, end = rig.tokens, rig.reach().stop
-    holds = [a.hold() for a in rig.adapters]
+    hold = rig.layers.hold()
     rig.restore_checkpoint(early, first)
-    for a, hold in zip(rig.adapters, holds, strict=True):
-        a.restore(hold)
+    rig.layers.restore(hold)
     rig.tokens, rig.known = here, known
     assert rig.reach().stop == end
     rig.check()
@@ -418,13 +418,10 @@ def test_replayed_tokens_leave_a_hold_good():
     for name in ("llama", "gemma3_text"):
         rig = Rig(name, slack=24, step=256)
         rig.feed(20)
-        holds, known = [a.hold() for a in rig.adapters], rig.tokens
+        hold, known = rig.layers.hold(), rig.tokens
         rig.seek(12)
-        for a in rig.adapters:
-            a.before_write(same_rows=True)
-        rig.model(mx.array([known[12:15]]), cache=rig.caches)
-        for a, hold in zip(rig.adapters, holds, strict=True):
-            a.restore(hold)
+        rig.call(known[12:15])
+        rig.layers.restore(hold)
         rig.tokens = rig.known = known
         rig.check()
 
@@ -475,16 +472,20 @@ def append(cache, rows: mx.array) -> None:
 
 
 def filled(cls, *args):
-    """An adapter over a cache of LONG rows, 4 heads of 16, float32."""
+    """Layers of one cache with LONG rows, 4 heads of 16, float32."""
     c = cls(*args)
     rows = mx.random.normal((1, 4, LONG - 256, 16))
     append(c, rows)
     append(c, rows[:, :, :8])
     mx.eval(c.keys, c.values)
-    return adapt([c])[0]
+    return Layers([c])
 
 
-def write(adapter, n: int = 1) -> int:
+def nbytes(layers) -> int:
+    return sum(a.nbytes for a in layers.adapters[0].arrays())
+
+
+def write(layers, n: int = 1) -> int:
     """Write n rows; returns the most bytes that were allocated above those live before."""
     rows = mx.zeros((1, 4, n, 16))
     mx.eval(rows)
@@ -492,9 +493,9 @@ def write(adapter, n: int = 1) -> int:
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    adapter.before_write()
-    append(adapter.cache, rows)
-    mx.eval(adapter.arrays())
+    layers.before_write()
+    append(layers.caches[0], rows)
+    mx.eval(layers.live())
     return mx.get_peak_memory() - before
 
 
@@ -510,7 +511,7 @@ def write(adapter, n: int = 1) -> int:
 def test_a_fork_costs_nothing_until_both_write(make):
     """The buffer of a long chat must not be copied for a branch that only one side goes on with."""
     first = make()
-    size = sum(a.nbytes for a in first.arrays())
+    size = nbytes(first)
     write(first)
     assert write(first) < size / 20
     second = first.fork()
@@ -523,21 +524,20 @@ def test_a_fork_costs_nothing_until_both_write(make):
     third = first.fork()
     del first
     gc.collect()
-    third.seek(third.pos() - 5)
+    third.stand(third.adapters[0].pos() - 5, [])
     assert write(third) < size / 20  # nobody else is left
 
 
 def test_a_hold_or_a_checkpoint_makes_no_write_copy():
     """A kept slice of a buffer costs a full copy at every following write."""
-    for adapter in (filled(KVCache), filled(SlidingKVCache, 1024, 1024)):
-        size = sum(a.nbytes for a in adapter.arrays())
-        write(adapter)
-        state = adapter.checkpoint()
-        mx.eval(adapter.checkpoint_arrays(state))
-        hold = adapter.hold()
-        assert write(adapter) < size / 20
-        adapter.restore(hold)
-        assert write(adapter) < size / 20
+    for layers in (filled(KVCache), filled(SlidingKVCache, 1024, 1024)):
+        size = nbytes(layers)
+        write(layers)
+        kept, hold = layers.checkpoint(0, "turn", None), layers.hold()
+        assert write(layers) < size / 20
+        layers.restore(hold)
+        assert write(layers) < size / 20
+        del kept
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -573,7 +573,6 @@ def test_a_restored_checkpoint_is_not_written_into():
         before = [mx.array(a) + 0 for a in adapter.checkpoint_arrays(state)]
         mx.eval(before)
         adapter.seek(2)
-        adapter.before_write()
         append(adapter.cache, rows[..., :2, :] - 9)
         for a, b in zip(before, adapter.checkpoint_arrays(state), strict=True):
             assert mx.array_equal(a, b)
@@ -703,12 +702,24 @@ def test_concatenated_rows_are_cut():
 
 def test_rows_that_a_write_gave_up_are_freed():
     """What a redo needs must not stay alive once something else was written."""
-    adapter = filled(ConcatenateKVCache)
-    size = sum(a.nbytes for a in adapter.arrays())
+    layers = filled(ConcatenateKVCache)
+    size = nbytes(layers)
     before = mx.get_active_memory()
-    adapter.seek(10)
-    write(adapter)
+    layers.stand(10, [])
+    layers.forget_ahead()
+    write(layers)
     assert mx.get_active_memory() < before - size / 2
+
+
+@pytest.mark.parametrize("kind", ADAPTERS.values(), ids=lambda kind: kind.__name__)
+def test_every_cache_kind_says_what_it_can(kind):
+    """A kind that forgot to was kept checkpoints that it did not need, or none that it needed."""
+    assert {kind.seekable, kind.keeps_every_row, kind.splits_long_calls} <= {True, False}
+    assert kind.kind
+    inherited = [n for n, f in vars(LayerAdapter).items() if callable(f) and not n.startswith("__")]
+    optional = {"leave", "restores", "checkpoint_arrays", "forget_ahead", "saved_rows"}
+    missing = [n for n in inherited if getattr(kind, n) is getattr(LayerAdapter, n)]
+    assert set(missing) <= optional
 
 
 def test_quantised_rows_go_back_too():

@@ -1,14 +1,14 @@
 """What every layer's adapter can do, whatever cache mlx-lm gave the layer.
 
-An adapter owns all access to one mlx-lm cache object of batch size 1. Two kinds of state come out
-of it: `hold()` is only good for undoing the model call that follows it and costs nothing;
-`checkpoint()` is self-contained and outlives any number of later writes beyond its position.
+An adapter owns all access to one mlx-lm cache object of batch size 1; `ds4cli.rewind.layers` moves
+all layers of a model together. A `checkpoint()` is self-contained and outlives any number of later
+writes beyond its position.
 """
 
 from __future__ import annotations
 
 import copy
-import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -17,13 +17,20 @@ from ds4cli.errors import StateError
 
 
 class LayerAdapter:
-    """One layer's cache. Subclasses name their `kind` and implement what raises here.
+    """One layer's cache. Subclasses implement what raises here, and say what they can:
 
-    row_axis: the axis of the saved arrays that grows with the position; None: there is none.
+    kind: what people read. seekable: whether a cursor moves it; else it holds slots that only a
+    replay or a checkpoint brings back. keeps_every_row: whether it can go back to any position by
+    itself, so that it needs no checkpoint. splits_long_calls: whether a call of more rows than its
+    slack leaves positions inside that call out of reach. row_axis: the axis of the saved arrays
+    that grows with the position; None: there is none.
     """
 
-    kind = ""
-    seekable = True
+    # Without defaults where a wrong guess would be silent: forgetting one stops the load.
+    kind: str
+    seekable: bool
+    keeps_every_row: bool
+    splits_long_calls = False
     row_axis: int | None = 2
 
     def __init__(self, cache: Any):
@@ -38,28 +45,19 @@ class LayerAdapter:
         raise NotImplementedError
 
     def high(self) -> int:
-        """Highest position that `seek` reaches: the last one written and not overwritten since."""
+        """Highest position that `seek` reaches: the last one written and not forgotten since."""
         raise NotImplementedError
 
     def seek(self, pos: int) -> None:
         """Move to any position in [low(), high()]; StateError, unchanged, outside of it."""
         raise NotImplementedError
 
-    def hold(self) -> Any:
-        """O(1): what `restore` needs to undo the next model call, wherever it stopped."""
-        raise NotImplementedError
+    def forget_ahead(self) -> None:
+        """The rows above the position are not gone forward to again."""
 
-    def restore(self, state: Any) -> None:
-        """Undo what happened since `hold`: seeks, restored checkpoints, failed model calls.
-
-        After a model call the redo rows above the position may be gone. StateError, unchanged,
-        where `held` is False.
-        """
-        raise NotImplementedError
-
-    def held(self, state: Any) -> bool:
-        """Whether `restore(state)` is still exact."""
-        return True
+    def leave(self, others: Sequence[LayerAdapter]) -> None:
+        """Before a call: stop sharing rows with `others`, this layer in branches of the text, where
+        the call could overwrite what they need."""
 
     def checkpoint(self) -> Any:
         """What brings the layer back to this position after any later writes beyond it."""
@@ -76,12 +74,6 @@ class LayerAdapter:
     def checkpoint_arrays(self, state: Any) -> list[mx.array]:
         """The arrays a checkpoint keeps alive: evaluate them with the step that made them."""
         return []
-
-    def before_write(self, same_rows: bool = False) -> None:
-        """Must precede every model call: stops sharing rows that the call could overwrite.
-
-        `same_rows`: the call replays tokens that stood here before, so a hold above stays good.
-        """
 
     def fork(self) -> LayerAdapter:
         """An independent twin at the same position with its own cache object."""
@@ -112,21 +104,6 @@ class LayerAdapter:
         raise NotImplementedError
 
 
-class Hold:
-    """A place to return to if the next model call fails."""
-
-    __slots__ = ("__weakref__", "pos", "rows", "sought", "written_from")
-
-    def __init__(self, pos: int, sought: tuple[int, int] | None, rows: Any):
-        self.pos = pos
-        self.sought = sought
-        self.rows = rows  # references to the arrays
-        self.written_from: int | None = None  # lowest position written in place since
-
-    def note_write(self, pos: int) -> None:
-        self.written_from = pos if self.written_from is None else min(self.written_from, pos)
-
-
 class CursorAdapter(LayerAdapter):
     """A layer whose rows stand in position order behind a cursor, `cache.offset`.
 
@@ -134,10 +111,11 @@ class CursorAdapter(LayerAdapter):
     model moves the cursor only upwards, hence: cursor unchanged since the last seek = no write.
     """
 
+    seekable = True
+
     def __init__(self, cache: Any):
         super().__init__(cache)
         self._sought: tuple[int, int] | None = None  # (cursor, end) of the last seek
-        self._holds: weakref.WeakSet[Hold] = weakref.WeakSet()
 
     def pos(self) -> int:
         return self.cache.offset
@@ -162,31 +140,8 @@ class CursorAdapter(LayerAdapter):
     def _move(self, pos: int, end: int) -> None:
         self.cache.offset = pos
 
-    def hold(self) -> Hold:
-        hold = Hold(self.cache.offset, self._sought, self._references())
-        self._holds.add(hold)
-        return hold
-
-    def _references(self) -> Any:
-        """What besides the cursor a write replaces and `restore` puts back."""
-        raise NotImplementedError
-
-    def held(self, hold: Hold) -> bool:
-        """False once a seek below the hold was followed by a write: its rows are gone."""
-        return hold.written_from is None or hold.written_from >= hold.pos
-
-    def restore(self, state: Hold) -> None:
-        if not self.held(state):
-            raise StateError(
-                f"position `{state.pos}` cannot be restored: rows from `{state.written_from}` on "
-                "were overwritten"
-            )
-        self._put_back(state)
-        # A call that failed may have overwritten the redo rows in place.
-        self._sought = state.sought if state.written_from is None else None
-
-    def _put_back(self, hold: Hold) -> None:
-        raise NotImplementedError
+    def forget_ahead(self) -> None:
+        self._sought = None
 
     def checkpoint(self) -> Any:
         return self.cache.offset
@@ -198,22 +153,17 @@ class CursorAdapter(LayerAdapter):
     def fork(self) -> LayerAdapter:
         twin = copy.copy(self)
         twin.cache = copy.copy(self.cache)
-        twin._sought = None
-        twin._holds = weakref.WeakSet()
+        twin.forget_ahead()
         return twin
 
 
 class SharedRows(CursorAdapter):
     """Copy-on-write for branches whose caches write into one buffer in place.
 
-    Forked caches hold the same array object. A writer may go on in place while no living kin that
-    still holds that object needs a row at or past the writer's position; else it leaves first.
+    Forked caches hold the same array object. A writer may go on in place while no living branch
+    that still holds that object needs a row at or past the writer's position; else it leaves first.
     No owner is recorded: who writes first past the others' rows keeps the buffer.
     """
-
-    def __init__(self, cache: Any):
-        super().__init__(cache)
-        self._kin: weakref.WeakSet[SharedRows] = weakref.WeakSet([self])
 
     def _buffers(self) -> tuple[Any, Any]:
         """What a write goes into. Either may be shared alone: deepseek_v32 puts another `keys`
@@ -224,28 +174,10 @@ class SharedRows(CursorAdapter):
         """Keep only views of our rows: the next write finds no room in them and copies."""
         raise NotImplementedError
 
-    def before_write(self, same_rows: bool = False) -> None:
+    def leave(self, others: Sequence[LayerAdapter]) -> None:
         pos, mine = self.cache.offset, self._buffers()
-        sharers = [a for a in self._kin if a is not self and _share(a._buffers(), mine)]
-        if any(a.high() > pos for a in sharers):
+        if any(a.high() > pos and _share(a._buffers(), mine) for a in others):
             self._leave()
-        for hold in self._holds:
-            if _share(hold.rows, self._references()) and not same_rows:
-                hold.note_write(pos)
-
-    def _references(self) -> Any:
-        # The objects, not aliases of them: an alias would make the next write copy the buffer.
-        # Growth, compaction and a restored checkpoint put another buffer in; this one stays intact.
-        return self.cache.keys, self.cache.values
-
-    def _put_back(self, hold: Hold) -> None:
-        self.cache.keys, self.cache.values = hold.rows[:2]
-        self.cache.offset = hold.pos
-
-    def fork(self) -> LayerAdapter:
-        twin = super().fork()
-        self._kin.add(twin)
-        return twin
 
 
 def _share(a: tuple, b: tuple) -> bool:
@@ -280,21 +212,9 @@ class ReplacedRows(CursorAdapter):
             self._whole = self._get()
         self._set(self._cut(self._whole, end, pos), pos)
 
-    def before_write(self, same_rows: bool = False) -> None:
-        # The whole arrays would outlive the write for no one.
+    def forget_ahead(self) -> None:
+        # The whole arrays would outlive the next write for no one.
         self._whole, self._sought = (), None
-
-    def _references(self) -> Any:
-        return self._get(), self._whole
-
-    def _put_back(self, hold: Hold) -> None:
-        values, self._whole = hold.rows
-        self._set(values, hold.pos)
-
-    def fork(self) -> LayerAdapter:
-        twin = super().fork()
-        twin._whole = ()
-        return twin
 
 
 def check_checkpoint(taken: int, pos: int) -> None:

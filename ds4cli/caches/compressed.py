@@ -78,6 +78,8 @@ class CompressedAdapter(ReplacedRows):
 
     kind = "compressed"
     row_axis = 1
+    keeps_every_row = False
+    splits_long_calls = True
     fields = (
         "window",
         "compress_kv",

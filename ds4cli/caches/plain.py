@@ -53,6 +53,7 @@ class KVAdapter(KeysAndValues, SharedRows):
     """
 
     kind = "kv"
+    keeps_every_row = True
 
     def _leave(self) -> None:
         self.cache.keys, self.cache.values = self._rows()
@@ -77,6 +78,7 @@ class ConcatenateAdapter(KeysAndValues, ReplacedRows):
     """`ConcatenateKVCache`: its own trim moves only the offset; here the arrays are cut too."""
 
     kind = "concatenate"
+    keeps_every_row = True
     fields = ("keys", "values")
 
     def _cut(self, whole: tuple, end: int, pos: int) -> tuple:

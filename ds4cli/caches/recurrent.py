@@ -20,6 +20,7 @@ class RecurrentAdapter(LayerAdapter):
     kind = "recurrent"
     seekable = False
     row_axis = None
+    keeps_every_row = False
 
     def pos(self) -> None:
         return None
@@ -31,12 +32,6 @@ class RecurrentAdapter(LayerAdapter):
 
     def seek(self, pos: int) -> None:
         self.low()
-
-    def hold(self) -> Any:
-        return list(self.cache.cache)
-
-    def restore(self, state: Any) -> None:
-        self.cache.cache = list(state)
 
     def checkpoint(self) -> Any:
         # A convolution tail is a few rows sliced from a whole prefill chunk. `contiguous` copies

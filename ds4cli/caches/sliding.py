@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
-from ds4cli.caches.adapter import Hold, SharedRows, check_checkpoint
+from ds4cli.caches.adapter import SharedRows, check_checkpoint
 from ds4cli.caches.plain import leaves
 
 
@@ -123,6 +123,7 @@ class WindowAdapter(SharedRows):
     """`SlidingKVCache`: seeks as far as the rows held still fill a window."""
 
     kind = "window"
+    keeps_every_row = False
 
     def _needs_from(self, pos: int) -> int:
         """First row that the token at `pos` may attend to."""
@@ -131,13 +132,6 @@ class WindowAdapter(SharedRows):
     def low(self) -> int:
         # Before the first drop every position is whole; afterwards a full window must be held.
         return self.cache.start + self.cache.context if self.cache.start else 0
-
-    def _references(self) -> Any:
-        return *super()._references(), self.cache.start
-
-    def _put_back(self, hold: Hold) -> None:
-        super()._put_back(hold)
-        self.cache.start = hold.rows[2]
 
     def _leave(self) -> None:
         self._adopt(*self._rows(self.cache.start), self.cache.start, self.cache.offset)

@@ -63,7 +63,7 @@ def survey(timeline: Timeline, recorder: Recorder | None, refusal: str = "") -> 
 
 def _layer_kind(timeline: Timeline, kind: str, adapters: list[LayerAdapter]) -> LayerKind:
     how, cost = adapters[0].describe(), sum(a.bytes_per_token() for a in adapters)
-    if kind == "recurrent":
+    if not adapters[0].seekable:
         cost = timeline.tape_bytes_per_token
         if timeline.recorder is None:
             how = "a kept state restored, what follows fed again (replay is refused)"

@@ -12,16 +12,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ds4cli.caches import LayerAdapter, adapt, build_caches, nest
+from ds4cli.caches import LayerAdapter, build_caches
 from ds4cli.errors import StateError
 from ds4cli.hooks import last_row
 from ds4cli.hooks.taps import Taps
 from ds4cli.rewind.checkpoints import Checkpoint, Checkpoints
 from ds4cli.rewind.horizon import Horizon, Segment
+from ds4cli.rewind.layers import Hold, Layers, Slots
 from ds4cli.rewind.plan import Reach, RewindPlan, RewindReport, call_sizes, plan
 from ds4cli.settings import MAX_BLOCK_TOKENS
 from ds4cli.tape import Recorder, Tape
@@ -29,8 +30,6 @@ from ds4cli.tokens import common_prefix
 
 # Rows between the checkpoints inside a long call, where recurrences hand out their inner states.
 STOP_ROWS = 128
-# Cache kinds that never drop a row.
-EVERY_ROW = ("kv", "quantized kv", "concatenate")
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,12 @@ class Limits:
         return self.horizon_tokens + MAX_BLOCK_TOKENS
 
 
-@dataclass
-class _Block:
+class _Block(NamedTuple):
     """An open model call: fed but not committed."""
 
     start: int
     feed: Sequence[int] | mx.array
-    holds: list[Any]
-    slots: list[list[mx.array | None]]
+    hold: Hold  # the layers before the call
     tape: Tape | None
     logits: mx.array  # (n, V), or only the last row (1, V); lazy until `evaluate`
     hidden: list[mx.array]  # (n, H) per tapped layer
@@ -76,17 +73,24 @@ class Counters:
     fed_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class _Snapshot:
-    holds: list[Any]
-    tokens: list[int]
-    redo_tokens: list[int]
+class Moment(NamedTuple):
+    """All that a timeline is at one moment. It is swapped whole: whoever fails puts the one before
+    back, see `Timeline._back`.
+
+    known: tokens, and up to `end` those beyond `pos` whose rows still stand (a rewind can be gone
+    forward from); what stands behind `end` means nothing. open: model calls that are not committed,
+    oldest first.
+    """
+
+    layers: Layers
+    known: list[int]
+    pos: int
+    end: int
     logits: mx.array | None
     last_block: tuple[int, int]
     horizon: Horizon
     checkpoints: Checkpoints
-    adapters: list[LayerAdapter]
-    caches: list[Any]
+    open: tuple[_Block, ...] = ()
 
 
 class Timeline:
@@ -117,86 +121,118 @@ class Timeline:
         self.recording = True
         self._kv = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
         self._logits_row_bytes = 0
-        self._set_caches(build_caches(model, limits.slack_tokens, **self._kv))
-        self._start_empty()
+        self._now = self._empty()
 
-    def _set_caches(self, caches: list[Any], adapters: list[LayerAdapter] | None = None) -> None:
-        self.caches = caches
-        self.adapters = adapt(caches) if adapters is None else adapters
-        self._recurrent = [a for a in self.adapters if not a.seekable]
-        self._seekable = [a for a in self.adapters if a.seekable]
-        # True when every layer keeps every row: a rewind is a cursor move, and no checkpoint helps.
-        self.can_cut = all(a.kind in EVERY_ROW for a in self.adapters)
-
-    def _start_empty(self) -> None:
-        self.tokens: list[int] = []
-        self.redo_tokens: list[int] = []  # tokens beyond pos whose rows still stand: redo
-        self.logits: mx.array | None = None
-        self.last_block = (0, 0)
+    def _empty(self) -> Moment:
+        """New caches, nothing read."""
         limits = self.limits
-        self.horizon = Horizon(limits.horizon_tokens, limits.budget_bytes // 2, self.recorder)
-        self.checkpoints = Checkpoints(limits.budget_bytes)
-        self._open: list[_Block] = []  # oldest first
+        layers = Layers(build_caches(self.model, limits.slack_tokens, **self._kv))
+        horizon = Horizon(limits.horizon_tokens, limits.budget_bytes // 2, self.recorder)
+        checkpoints = Checkpoints(limits.budget_bytes)
+        return Moment(layers, [], 0, 0, None, (0, 0), horizon, checkpoints)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens that every layer has consumed. It grows; do not keep it."""
+        known, pos = self._now.known, self._now.pos
+        return known if len(known) == pos else known[:pos]
+
+    @property
+    def redo_tokens(self) -> list[int]:
+        """Tokens beyond pos whose rows still stand."""
+        return self._now.known[self._now.pos : self._now.end]
 
     @property
     def pos(self) -> int:
-        return len(self.tokens)
+        return self._now.pos
+
+    @property
+    def logits(self) -> mx.array | None:
+        """The row (V,) that predicts the token at pos; None before the first token."""
+        return self._now.logits
+
+    @property
+    def last_block(self) -> tuple[int, int]:
+        return self._now.last_block
+
+    @property
+    def horizon(self) -> Horizon:
+        return self._now.horizon
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return self._now.checkpoints
+
+    @property
+    def adapters(self) -> list[LayerAdapter]:
+        return self._now.layers.adapters
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether every layer keeps every row: a rewind is a cursor move, no checkpoint helps."""
+        return self._now.layers.can_cut
+
+    @property
+    def open_blocks(self) -> int:
+        """Model calls that are fed but not committed."""
+        return len(self._now.open)
 
     @property
     def _kv_kind(self) -> str:
         bits, group = self._kv["kv_bits"], self._kv["kv_group_size"]
         return "whole" if bits is None else f"{bits}-bit (groups of {group})"
 
-    @property
-    def open_blocks(self) -> int:
-        """Model calls that are fed but not committed."""
-        return len(self._open)
-
     # -- forward: one model call ------------------------------------------------------------------
 
     def feed(
-        self,
-        tokens: Sequence[int] | mx.array,
-        *,
-        record: bool = True,
-        stop_rows: int = 0,
-        again: bool = False,
+        self, tokens: Sequence[int] | mx.array, *, record: bool = True, stop_rows: int = 0
     ) -> mx.array:
         """Open a block: one model call on `tokens`. Returns its logits rows (n, V), lazy.
 
         Nothing is published until `commit`. `record` False keeps no tape (early prefill chunks).
         `stop_rows`: keep states inside the call on the tape, so many rows apart.
-        `again`: these tokens stood here before, so what was held beyond them stays restorable.
         A second block may be opened on top of one that is not committed yet, on a token that is
         not known yet (an unevaluated int32 (1,)): so the graph of the next step is built while
         this one runs.
         """
         self._forget_redo()
-        holds, below = [a.hold() for a in self.adapters], list(self._open)
-        slots = [holds[i] for i, a in enumerate(self.adapters) if not a.seekable]
-        start = self.pos + sum(len(block.feed) for block in below)
+        now = self._now
+        hold, start = now.layers.hold(), now.pos
+        for below in now.open:
+            start += len(below.feed)
         try:
-            for a in self.adapters:
-                a.before_write(same_rows=again)
             logits, tape, hidden = self._call(tokens, record and self.recording, stop_rows)
-            self._open.append(_Block(start, tokens, holds, slots, tape, logits, hidden))
+            block = _Block(start, tokens, hold, tape, logits, hidden)
+            self._now = now._replace(open=(*now.open, block))
             return logits
         except BaseException:
-            self._restore(holds)
-            self._open = below
+            self._back(now, hold)
             raise
+
+    def _forget_redo(self) -> None:
+        """The next write overwrites what lies beyond pos. Interrupted before the swap, this is done
+        again."""
+        now = self._now
+        if now.pos < now.end:
+            now.layers.forget_ahead()
+            now.horizon.truncate(now.pos)
+            now.checkpoints.drop_after(now.pos)
+            self._now = now._replace(known=now.known[: now.pos], end=now.pos)
 
     def _call(
         self, tokens: Sequence[int] | mx.array, record: bool, stop_rows: int = 0
     ) -> tuple[mx.array, Tape | None, list[mx.array]]:
+        """One model call: its logits rows, its tape, and what the taps noted."""
+        layers = self._now.layers
         self.counters.forwards += 1
         self.counters.fed_tokens += len(tokens)
-        taped = record and self.recorder is not None and bool(self._recurrent)
-        caches = [a.cache for a in self._recurrent]
+        layers.before_write()
+        taped = record and self.recorder is not None and layers.recurrent
+        caches = layers.recurrent_caches
         recording = self.recorder.recording(caches, stop_rows) if taped else nullcontext()
         noting = self.taps.noting() if self.taps is not None else nullcontext([])
         with recording as tape, noting as hidden:
-            logits = self.model(mx.array(tokens, mx.int32)[None], cache=self.caches)
+            logits = self.model(mx.array(tokens, mx.int32)[None], cache=layers.caches)
         return logits[0], tape, hidden
 
     def evaluate(self, *arrays: mx.array, wait: bool = True) -> None:
@@ -204,104 +240,106 @@ class Timeline:
 
         wait False only starts the work.
         """
-        block = self._open[-1]
+        now = self._now
+        block = now.open[-1]
         tape = block.tape.pending() if block.tape is not None else []
-        caches = [a.arrays() for a in self.adapters]
+        run = mx.eval if wait else mx.async_eval
         try:
-            run = mx.eval if wait else mx.async_eval
-            run(*arrays, block.logits, tape, block.hidden, caches)
+            run(*arrays, block.logits, tape, block.hidden, now.layers.live())
         except BaseException:
             self.abort()
             raise
 
     def abort(self) -> None:
         """Undo all open blocks."""
-        if self._open:
-            self._restore(self._open[0].holds)
-            self._open = []
+        now = self._now
+        if now.open:
+            self._back(now._replace(open=()), now.open[0].hold)
+
+    def _back(self, moment: Moment, hold: Hold) -> None:
+        """The one way to undo: all stands as it was at `moment`; `hold` has its layers."""
+        self._now = moment
+        moment.layers.restore(hold)
+        moment.horizon.truncate(moment.end)
+        moment.checkpoints.drop_after(moment.end)
 
     def commit(self, rows: int) -> list[int]:
         """Publish the first `rows` rows of the oldest open block; the rest never happened.
 
         Returns the tokens published. Only the newest block can be cut.
         """
-        block = self._open[0]
-        before = self.logits, self.last_block, self.horizon.copy(), self.checkpoints.copy()
+        now = self._now
+        block = now.open[0]
         try:
             feed = block.feed.tolist() if isinstance(block.feed, mx.array) else list(block.feed)
             if rows < len(feed):
-                assert len(self._open) == 1, "a later block stands on the rows to be cut"
+                assert len(now.open) == 1, "a later block stands on the rows to be cut"
                 self._keep_head(block, rows)
-            del self._open[0]
-            self.tokens.extend(feed[:rows])
-            # The record begins where its first logits row is: after a feed from a bare state, one
-            # token later.
-            start = block.start + (self.logits is None)
-            self.logits, self.last_block = block.row(rows), (start, self.pos)
-            self._remember(block, rows, before[0])
+            after = self._after(now, block, feed[:rows])
+            self._remember(now, after, block, rows)
             if block.hidden and self.observer is not None:
                 whole = rows == len(feed)
-                hidden = block.hidden if whole else [x[:rows] for x in block.hidden]
-                self.observer(block.start, hidden)
+                self.observer(
+                    block.start, block.hidden if whole else [x[:rows] for x in block.hidden]
+                )
+            self._now = after
         except BaseException:
-            self._restore(block.holds)
-            self._open = []
-            del self.tokens[block.start :]
-            self.logits, self.last_block, self.horizon, self.checkpoints = before
+            self._back(now._replace(open=()), block.hold)
             raise
         return feed[:rows]
 
+    def _after(self, now: Moment, block: _Block, tokens: list[int]) -> Moment:
+        """The moment when `tokens`, the head of the block, are published."""
+        end = block.start + len(tokens)
+        now.known[block.start :] = tokens  # behind the end of `now`, so it does not show there
+        # The record begins where its first logits row is: after a feed from a bare state, one
+        # token later.
+        start = block.start + (now.logits is None)
+        return now._replace(
+            pos=end,
+            end=end,
+            logits=block.row(len(tokens)),
+            last_block=(start, end),
+            open=now.open[1:],
+        )
+
     def _keep_head(self, block: _Block, rows: int) -> None:
         """Stand at row `rows` of the block: replay the recurrences, move the cursors."""
-        end = block.start + rows
-        if self._recurrent and block.tape is None:
+        layers = self._now.layers
+        if layers.recurrent and block.tape is None:
             self._feed_head_again(block, rows)
             return
-        self._stand(end, block.tape.replay(block.slots, rows) if self._recurrent else [])
-
-    def _stand(self, pos: int, slots: list) -> None:
-        """Bring the layers to `pos`: `slots` are those of the recurrent ones there."""
-        for a in self._seekable:
-            a.seek(pos)
-        for a, layer in zip(self._recurrent, slots, strict=True):
-            a.restore(layer)
+        slots = block.tape.replay(block.hold.slots, rows) if layers.recurrent else []
+        layers.stand(block.start + rows, slots)
+        layers.forget_ahead()
 
     def _feed_head_again(self, block: _Block, rows: int) -> None:
         """Without a tape: back to the block's start, then a second model call."""
-        self._restore(block.holds)
+        layers = self._now.layers
+        layers.restore(block.hold)
         self._call(block.feed[:rows], record=False)
-        mx.eval([a.arrays() for a in self.adapters])
+        mx.eval(layers.live())
 
-    def _remember(self, block: _Block, rows: int, row_before: Any) -> None:
+    def _remember(self, before: Moment, now: Moment, block: _Block, rows: int) -> None:
+        """Keep what leads from `before` to `now`, and `now` itself where a checkpoint is due."""
         if not self.recording:
             return
+        recurrent = bool(now.layers.recurrent)
         # A long feed's early calls: no tape, or one for checkpoints inside, and the last row only.
-        if self._recurrent and (block.tape is None or len(block.logits) < len(block.feed)):
-            self.horizon.clear()
+        if recurrent and (block.tape is None or len(block.logits) < len(block.feed)):
+            now.horizon.clear()
             return
-        base = block.slots if self._recurrent else None
-        segment = Segment(block.start, len(block.feed), block.tape, (block.logits,), base)
+        start = block.hold.slots if recurrent else None
+        segment = Segment(block.start, len(block.feed), block.tape, (block.logits,), start)
         if rows < len(block.feed):
             segment = segment.head(rows)
-        self.horizon.append(segment, row_before)
-        if self.leaves_checkpoint(0):
-            self.checkpoint("block")
+        now.horizon.append(segment, before.logits)
+        if not now.open and self._is_due(now):
+            self._keep_checkpoint(now, now.layers.checkpoint(now.pos, "block", now.logits))
 
     @property
     def tape_bytes_per_token(self) -> int:
         return 0 if self.recorder is None else self.recorder.row_bytes
-
-    def _forget_redo(self) -> None:
-        """The next write overwrites what lies beyond pos. The tokens go last: interrupted before,
-        this is done again."""
-        if self.redo_tokens:
-            self.horizon.truncate(self.pos)
-            self.checkpoints.drop_after(self.pos)
-            self.redo_tokens = []
-
-    def _restore(self, holds: list[Any]) -> None:
-        for a, held in zip(self.adapters, holds, strict=True):
-            a.restore(held)
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -310,31 +348,26 @@ class Timeline:
         if self.pos == 0 or not self.recording or self.can_cut:
             return
         self.abort()  # the layers of an open block stand beyond pos
-        self._add_checkpoint(self.pos, kind, self.logits)
+        now = self._now
+        self._keep_checkpoint(now, now.layers.checkpoint(now.pos, kind, now.logits))
 
-    def _add_checkpoint(self, pos: int, kind: str, row: mx.array | None) -> None:
-        """The layers stand at `pos`; `row` predicts the token there, if it is known."""
-        payload = [a.checkpoint() for a in self.adapters]
-        pairs = zip(self.adapters, payload, strict=True)
-        arrays = [x for a, state in pairs for x in a.checkpoint_arrays(state)]
-        logits = None if row is None else mx.contiguous(row)
-        mx.async_eval(arrays, [] if logits is None else logits)
-        nbytes = sum(x.nbytes for x in arrays) + (0 if logits is None else logits.nbytes)
-        self.checkpoints.add(Checkpoint(pos, kind, payload, nbytes, logits), self.pos)
+    def _keep_checkpoint(self, now: Moment, checkpoint: Checkpoint) -> None:
+        now.checkpoints.add(checkpoint, now.pos)
         budget = self.limits.budget_bytes
-        if self.checkpoints.nbytes + self.horizon.held_bytes > budget:
-            self.checkpoints.thin(self.pos, max(0, budget - self.horizon.nbytes))
+        if now.checkpoints.nbytes + now.horizon.held_bytes > budget:
+            now.checkpoints.thin(now.pos, max(0, budget - now.horizon.nbytes))
 
     def _checkpoint_inside(self, block: _Block) -> None:
         """Marks in the middle of the call that was just committed, where its tape has the states:
         going back to before its end then replays a part of it only."""
-        holds = [a.hold() for a in self.adapters]
+        now = self._now
+        hold = now.layers.hold()
         for rows in block.tape.stops():
             pos = block.start + rows
-            if all(a.low() <= pos for a in self._seekable):
-                self._stand(pos, block.tape.replay(block.slots, rows))
-                self._add_checkpoint(pos, "chunk", None)
-        self._restore(holds)
+            if now.layers.low() <= pos:
+                now.layers.stand(pos, block.tape.replay(block.hold.slots, rows))
+                self._keep_checkpoint(now, now.layers.checkpoint(pos, "chunk", None))
+        now.layers.restore(hold)
 
     def kept_bytes(self) -> dict[str, int]:
         """Bytes kept alive for going back: "last_block" (a part of "horizon"), "horizon",
@@ -350,34 +383,36 @@ class Timeline:
     def leaves_checkpoint(self, rows: int) -> bool:
         """Whether committing `rows` more rows leaves a checkpoint: it needs the layers to stand
         there, so no further block may be open."""
-        if not self.recording or self.can_cut:
+        return self.recording and self._is_due(self._now, rows)
+
+    def _is_due(self, now: Moment, rows: int = 0) -> bool:
+        """Whether a checkpoint is due `rows` beyond `now`."""
+        if now.layers.can_cut:
             return False
-        newest = self.checkpoints.kept[-1].pos if self.checkpoints.kept else 0
-        return self.pos + rows - newest >= max(64, self.limits.horizon_tokens // 4)
+        kept = now.checkpoints.kept
+        newest = kept[-1].pos if kept else 0
+        return now.pos + rows - newest >= max(64, self.limits.horizon_tokens // 4)
 
     # -- back -------------------------------------------------------------------------------------
 
     def reach(self) -> Reach:
         """What is reached now, and from which checkpoints the rest."""
-        low = max((a.low() for a in self._seekable), default=0)
-        high = min((a.high() for a in self._seekable), default=self.pos + len(self.redo_tokens))
-        rows = self.horizon.rows()
-        if self._recurrent:
-            held = self.horizon.low is not None and self.horizon.low <= self.pos
-            low = max(low, self.horizon.low if held else self.pos)
-            high = min(high, self.horizon.end if held else self.pos)
-        if self.logits is not None and self.pos not in rows:
-            rows = frozenset({*rows, self.pos})
-        checkpoints = [f for f in self.checkpoints.kept if f.pos <= self.pos or self._restores(f)]
-        return Reach(self.pos, low, high, rows, self.last_block, self.can_cut, checkpoints)
-
-    def _restores(self, checkpoint: Checkpoint) -> bool:
-        pairs = zip(self.adapters, checkpoint.payload, strict=True)
-        return all(a.restores(state) for a, state in pairs)
+        now = self._now
+        layers, horizon = now.layers, now.horizon
+        low, high, rows = layers.low(), layers.high(now.end), horizon.rows()
+        if layers.recurrent:
+            held = horizon.low is not None and horizon.low <= now.pos
+            low = max(low, horizon.low if held else now.pos)
+            high = min(high, horizon.end if held else now.pos)
+        if now.logits is not None and now.pos not in rows:
+            rows = frozenset({*rows, now.pos})
+        kept = now.checkpoints.kept
+        checkpoints = [f for f in kept if f.pos <= now.pos or layers.restores(f)]
+        return Reach(now.pos, low, high, rows, now.last_block, layers.can_cut, checkpoints)
 
     def plan(self, pos: int, *, needs_row: bool = True) -> RewindPlan:
         """How `rewind(pos)` would go. No side effect. StateError outside the known tokens."""
-        known = self.pos + len(self.redo_tokens)
+        known = self._now.end
         if not 0 <= pos <= known:
             raise StateError(
                 f"cannot rewind to position `{pos}`", f"positions 0 to {known} are known"
@@ -397,10 +432,10 @@ class Timeline:
         begin = time.perf_counter()
         step = self.plan(pos)
         before, counted = self.pos, self.counters.forwards
-        replay = self._known()[step.base : pos]
+        replay = self._now.known[step.base : pos]
         with self._all_or_nothing():
             self._move(step)
-            self._feed_all(replay, again=True)
+            self._feed_all(replay)
         return RewindReport(
             step.source,
             discarded=max(0, before - pos),
@@ -425,8 +460,7 @@ class Timeline:
         self.abort()
         begin = time.perf_counter()
         target = list(target)
-        known = self._known()
-        common = common_prefix(known, target)
+        common = common_prefix(self._now.known[: self._now.end], target)
         step = self.plan(common, needs_row=common == len(target))
         before, counted = self.pos, self.counters.forwards
         with self._all_or_nothing():
@@ -453,71 +487,42 @@ class Timeline:
                     self.checkpoint("system")
         return target[self.pos :]
 
-    def _known(self) -> list[int]:
-        return self.tokens + self.redo_tokens
-
     def _move(self, step: RewindPlan) -> None:
         """Bring every layer to `step.base` without a model call, then publish."""
-        if step.base != self.pos or step.source in ("frontier", "rebuild"):
-            if step.source == "rebuild":
-                self._set_caches(build_caches(self.model, self.limits.slack_tokens, **self._kv))
-            elif step.source == "frontier":
-                self._restore_checkpoint(step.checkpoint)
-            else:
-                self._reach_without_call(step.base)
-        self._publish(step)
-
-    def _reach_without_call(self, pos: int) -> None:
-        slots: list = []
-        if self._recurrent:
-            base, tape, rows = self.horizon.path(pos)
-            slots = tape.replay(base, rows) if rows else base
-            mx.eval(slots)
-        self._stand(pos, slots)
-
-    def _restore_checkpoint(self, checkpoint: Checkpoint) -> None:
-        for a, state in zip(self.adapters, checkpoint.payload, strict=True):
-            a.restore_checkpoint(state, checkpoint.pos)
-
-    def _publish(self, step: RewindPlan) -> None:
-        known = self._known()
-        self.tokens, self.redo_tokens = known[: step.base], known[step.base :]
-        if step.checkpoint is not None and step.checkpoint.logits is not None:
-            self.logits = step.checkpoint.logits
-        elif step.base in self.horizon.rows():
-            self.logits = self.horizon.row(step.base)
-        elif step.source != "live":
-            self.logits = None
+        now, pos = self._now, step.base
         if step.source == "rebuild":
-            self.redo_tokens = []
-            self.horizon.clear()
-            self.checkpoints.drop_after(0)
+            self._now = self._empty()
+            return
+        if step.source == "frontier":
+            now.layers.restore_checkpoint(step.checkpoint)
+        elif pos != now.pos:
+            now.layers.stand(pos, self._replayed(pos))
+        logits = now.logits if step.source == "live" else None
+        if step.checkpoint is not None and step.checkpoint.logits is not None:
+            logits = step.checkpoint.logits
+        elif pos in now.horizon.rows():
+            logits = now.horizon.row(pos)
+        self._now = now._replace(pos=pos, logits=logits)
+
+    def _replayed(self, pos: int) -> Slots:
+        """The recurrent layers' slots at `pos`, from the horizon."""
+        if not self._now.layers.recurrent:
+            return []
+        base, tape, rows = self._now.horizon.path(pos)
+        slots = tape.replay(base, rows) if rows else base
+        mx.eval(slots)
+        return slots
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """Put everything back, reference by reference, if the body raises."""
-        was = _Snapshot(
-            [a.hold() for a in self.adapters],
-            list(self.tokens),
-            list(self.redo_tokens),
-            self.logits,
-            self.last_block,
-            self.horizon.copy(),
-            self.checkpoints.copy(),
-            self.adapters,
-            self.caches,
-        )
+        was = self._now
+        hold = was.layers.hold()
+        self._now = was._replace(horizon=was.horizon.copy(), checkpoints=was.checkpoints.copy())
         try:
             yield
         except BaseException:
-            self._set_caches(was.caches, was.adapters)
-            self._restore(was.holds)
-            self.tokens, self.redo_tokens, self.logits = was.tokens, was.redo_tokens, was.logits
-            self.last_block, self.horizon, self.checkpoints = (
-                was.last_block,
-                was.horizon,
-                was.checkpoints,
-            )
+            self._back(was, hold)
             raise
 
     def free_tokens(self) -> int | None:
@@ -525,7 +530,7 @@ class Timeline:
         a cursor. Known after the first call, which shows what a position costs."""
         if self.can_cut:
             return None
-        if self._recurrent and self.recorder is None:
+        if self._now.layers.recurrent and self.recorder is None:
             return 0
         return min(self.limits.horizon_tokens, self._affordable_rows())
 
@@ -534,29 +539,33 @@ class Timeline:
     def fork(self) -> Timeline:
         """An independent twin at the same position. Rows are shared until both have written."""
         self.abort()
-        twin = copy.copy(self)
-        adapters = [a.fork() for a in self.adapters]
-        twin._set_caches(nest(self.caches, adapters), adapters)
-        twin.tokens, twin.redo_tokens, twin._open = list(self.tokens), [], []
-        twin.horizon, twin.checkpoints = self.horizon.copy(), self.checkpoints.copy()
-        twin.horizon.truncate(self.pos)
-        twin.checkpoints.drop_after(self.pos)
+        twin, now = copy.copy(self), self._now
+        horizon, checkpoints = now.horizon.copy(), now.checkpoints.copy()
+        horizon.truncate(now.pos)
+        checkpoints.drop_after(now.pos)
+        twin._now = now._replace(
+            layers=now.layers.fork(),
+            known=now.known[: now.pos],
+            end=now.pos,
+            horizon=horizon,
+            checkpoints=checkpoints,
+        )
         twin.counters, twin.observer = Counters(), None
         return twin
 
     def state(self) -> dict[str, Any]:
         """Everything that `load_state` needs: plain containers, numbers and arrays.
 
-        Marks beyond pos stay behind: they are good for `ahead` only, which is not kept.
+        Checkpoints beyond pos stay behind: they are good for the redo only, which is not kept.
         """
         self.abort()
-        layers = [a.state_dict() for a in self.adapters]
+        now = self._now
         return {
-            "tokens": list(self.tokens),
-            "logits": self.logits,
+            "tokens": now.known[: now.pos],
+            "logits": now.logits,
             "kv": self._kv_kind,
-            "layers": [{"arrays": arrays, "meta": meta} for arrays, meta in layers],
-            "frontiers": [vars(f) for f in self.checkpoints.kept if f.pos <= self.pos],
+            "layers": now.layers.state(),
+            "frontiers": [vars(f) for f in now.checkpoints.kept if f.pos <= now.pos],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -568,13 +577,21 @@ class Timeline:
                 "load it with the settings that wrote it: `--kv-bits`, `--kv-group-size`",
             )
         self._check_shapes(state)
-        for a, layer in zip(self.adapters, state["layers"], strict=True):
-            a.load_state(layer["arrays"], layer["meta"])
-        self.tokens, self.logits = list(state["tokens"]), state["logits"]
-        self.last_block = (self.pos, self.pos)
-        checkpoints = [Checkpoint(**f) for f in state["frontiers"]]
-        self.checkpoints = Checkpoints(self.limits.budget_bytes, checkpoints)
-        self.checkpoints.drop_after(self.pos)  # those of a text that is not in the state
+        now = self._empty()
+        now.layers.load_state(state["layers"])
+        pos = len(state["tokens"])
+        checkpoints = Checkpoints(
+            self.limits.budget_bytes, [Checkpoint(**f) for f in state["frontiers"]]
+        )
+        checkpoints.drop_after(pos)  # those of a text that is not in the state
+        self._now = now._replace(
+            known=list(state["tokens"]),
+            pos=pos,
+            end=pos,
+            logits=state["logits"],
+            last_block=(pos, pos),
+            checkpoints=checkpoints,
+        )
         self._check_positions()
 
     def _check_shapes(self, state: dict[str, Any]) -> None:
@@ -598,7 +615,7 @@ class Timeline:
     def _check_positions(self) -> None:
         """StateError unless all layers, and all checkpoints, stand where the tokens do."""
         known = all(type(token) is int and token >= 0 for token in self.tokens)
-        if not known or any(not a.low() <= a.pos() == self.pos for a in self._seekable):
+        if not known or not self._now.layers.stand_at(self.pos):
             raise StateError("the session's layers do not stand where its tokens do")
         if any(len(f.payload) != len(self.adapters) for f in self.checkpoints.kept):
             raise StateError("the session's checkpoints are of a model with other layers")
@@ -614,7 +631,7 @@ class Timeline:
     def _last_call_tokens(self) -> int:
         """How many rows the final call of a feed may keep tape and logits for."""
         most = min(self.limits.chunk_tokens, self._affordable_rows())
-        if any(a.kind == "compressed" for a in self.adapters):  # a call drops all beyond its slack
+        if self._now.layers.splits_long_calls:
             most = min(most, self.limits.slack_tokens)
         return max(1, most)
 
@@ -623,7 +640,6 @@ class Timeline:
         tokens: Sequence[int],
         cancel: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] | None = None,
-        again: bool = False,
         last: bool = True,
     ) -> None:
         """Feed tokens in calls of at most one chunk. If these are the `last` tokens to feed, the
@@ -637,22 +653,20 @@ class Timeline:
             done += size
             final = last and i == len(sizes) - 1
             near = last and len(tokens) - done < horizon
-            self._feed_chunk(chunk, final or near, again)
+            self._feed_chunk(chunk, final or near)
             if not final:
                 self.checkpoint("chunk")
             if progress is not None:
                 progress(done, len(tokens))
 
-    def _feed_chunk(self, tokens: Sequence[int], record: bool, again: bool) -> None:
+    def _feed_chunk(self, tokens: Sequence[int], record: bool) -> None:
         """One call of a feed: with its tape and all its rows, or with its last row only."""
         stop_rows = self._stop_rows(len(tokens))
         with nullcontext() if record else last_row.only():
-            logits = self.feed(
-                tokens, record=record or stop_rows > 0, stop_rows=stop_rows, again=again
-            )
+            logits = self.feed(tokens, record=record or stop_rows > 0, stop_rows=stop_rows)
         self._logits_row_bytes = logits.shape[-1] * logits.dtype.size
         self.evaluate()
-        block = self._open[0]
+        block = self._now.open[0]
         self.commit(len(tokens))
         if stop_rows and block.tape is not None:
             self._checkpoint_inside(block)

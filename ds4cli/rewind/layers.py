@@ -1,0 +1,138 @@
+"""All layers of one model's caches, moved together: the only loops over layers.
+
+What runs once a token (`hold`, `before_write`, `live`) calls nothing per layer: on a fast machine
+such calls are a good part of a token.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ds4cli.caches import LayerAdapter, adapt, nest
+from ds4cli.rewind.checkpoints import Checkpoint
+
+Slots = list[list[mx.array | None]]
+
+
+class Hold(NamedTuple):
+    """What undoes a model call or a move: every cache and adapter, attribute by attribute, by
+    reference; slots: those of the recurrent layers."""
+
+    rows: list[tuple[dict[str, Any], dict[str, Any]]]
+    slots: Slots
+
+
+class Layers:
+    """The adapters of `caches`, in order.
+
+    caches: what the model is given. can_cut: whether every layer goes back by itself to any
+    position, so that no checkpoint helps.
+    """
+
+    def __init__(self, caches: list[Any], adapters: list[LayerAdapter] | None = None):
+        self.caches = caches
+        self.adapters = adapt(caches) if adapters is None else adapters
+        self.recurrent = [a for a in self.adapters if not a.seekable]
+        self.recurrent_caches = [a.cache for a in self.recurrent]
+        self.can_cut = all(a.keeps_every_row for a in self.adapters)
+        self.splits_long_calls = any(a.splits_long_calls for a in self.adapters)
+        self._seekable = [a for a in self.adapters if a.seekable]
+        self._kin: weakref.WeakSet[Layers] = weakref.WeakSet([self])
+
+    # -- around a model call ----------------------------------------------------------------------
+
+    def hold(self) -> Hold:
+        """Free to take; good until the next move that is not undone."""
+        rows = [({**a.__dict__}, {**a.cache.__dict__}) for a in self._seekable]
+        return Hold(rows, [[*c.cache] for c in self.recurrent_caches])
+
+    def restore(self, hold: Hold) -> None:
+        """Undo what happened since `hold`: seeks, restored checkpoints, failed model calls."""
+        for a, (adapter, cache) in zip(self._seekable, hold.rows, strict=True):
+            a.__dict__.update(adapter)
+            a.cache.__dict__.update(cache)
+        self._set_slots(hold.slots)
+
+    def before_write(self) -> None:
+        """Must precede every model call: stops sharing rows that the call could overwrite."""
+        if len(self._kin) > 1:
+            branches = [layers.adapters for layers in self._kin if layers is not self]
+            for a, *others in zip(self.adapters, *branches, strict=True):
+                a.leave(others)
+
+    def live(self) -> Any:
+        """A tree with all arrays of the caches, for `mx.eval`, which skips the rest."""
+        return [a.cache.__dict__ for a in self.adapters]
+
+    # -- moving -----------------------------------------------------------------------------------
+
+    def low(self) -> int:
+        """Lowest position that the seekable layers reach."""
+        return max((a.low() for a in self._seekable), default=0)
+
+    def high(self, end: int) -> int:
+        """Highest position that the seekable layers reach, `end` if there are none."""
+        return min((a.high() for a in self._seekable), default=end)
+
+    def stand_at(self, pos: int) -> bool:
+        """Whether the seekable layers stand at `pos`, with all rows that the next token needs."""
+        return all(a.low() <= a.pos() == pos for a in self._seekable)
+
+    def stand(self, pos: int, slots: Slots) -> None:
+        """Stand at `pos`; `slots` are those of the recurrent layers there."""
+        for a in self._seekable:
+            a.seek(pos)
+        self._set_slots(slots)
+
+    def forget_ahead(self) -> None:
+        """Rows above the position are not gone forward to again."""
+        for a in self._seekable:
+            a.forget_ahead()
+
+    def _set_slots(self, slots: Slots) -> None:
+        for cache, layer in zip(self.recurrent_caches, slots, strict=True):
+            cache.cache = [*layer]
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def checkpoint(self, pos: int, kind: str, row: mx.array | None) -> Checkpoint:
+        """The layers stand at `pos`; `row` predicts the token there, if it is known."""
+        payload = [a.checkpoint() for a in self.adapters]
+        pairs = zip(self.adapters, payload, strict=True)
+        arrays = [x for a, state in pairs for x in a.checkpoint_arrays(state)]
+        logits = None if row is None else mx.contiguous(row)
+        mx.async_eval(arrays, [] if logits is None else logits)
+        nbytes = sum(x.nbytes for x in arrays) + (0 if logits is None else logits.nbytes)
+        return Checkpoint(pos, kind, payload, nbytes, logits)
+
+    def restore_checkpoint(self, checkpoint: Checkpoint) -> None:
+        for a, state in zip(self.adapters, checkpoint.payload, strict=True):
+            a.restore_checkpoint(state, checkpoint.pos)
+
+    def restores(self, checkpoint: Checkpoint) -> bool:
+        """Whether `restore_checkpoint` is possible from here."""
+        pairs = zip(self.adapters, checkpoint.payload, strict=True)
+        return all(a.restores(state) for a, state in pairs)
+
+    # -- branches and files -----------------------------------------------------------------------
+
+    def fork(self) -> Layers:
+        """Independent twins at the same position. Rows are shared until both have written."""
+        adapters = [a.fork() for a in self.adapters]
+        twin = Layers(nest(self.caches, adapters), adapters)
+        self._kin.add(twin)
+        twin._kin = self._kin
+        return twin
+
+    def state(self) -> list[dict[str, Any]]:
+        """What `load_state` needs: plain containers, numbers and arrays."""
+        parts = [a.state_dict() for a in self.adapters]
+        return [{"arrays": arrays, "meta": meta} for arrays, meta in parts]
+
+    def load_state(self, state: Sequence[dict[str, Any]]) -> None:
+        for a, layer in zip(self.adapters, state, strict=True):
+            a.load_state(layer["arrays"], layer["meta"])
