@@ -21,6 +21,7 @@ from ds4cli import Engine
 
 # ruff: noqa: I001  (the package chooses a BLAS before mlx is imported)
 import mlx.core as mx
+from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 
 from ds4cli.bench.reference import stock
@@ -78,11 +79,9 @@ def nodes(arrays: list[mx.array]) -> int:
     return text.getvalue().count("shape=rectangle")
 
 
-def flat(arrays: Any) -> list[mx.array]:
-    """The arrays in nested lists and tuples."""
-    if isinstance(arrays, mx.array):
-        return [arrays]
-    return [x for part in arrays for x in flat(part)]
+def flat(tree: Any) -> list[mx.array]:
+    """The arrays in a tree; evaluation skips all else."""
+    return [x for _, x in tree_flatten(tree) if isinstance(x, mx.array)]
 
 
 def take(steps: Iterator[object], n: int) -> None:

@@ -75,8 +75,8 @@ class Regions:
         self._tail = window[max(0, len(window) - self._keep) :]
 
 
-class Reply:
-    """One reply that begins at position `start`.
+class ReplyText:
+    """The text of one reply that begins at position `start`.
 
     decode: token ids -> text. before: tokens of the same text that were shown already.
     calls: the tool calls that closed so far. think: the markers of reasoning, see `Regions`.
@@ -186,7 +186,7 @@ class Reply:
         if self.guard is not None:
             self.guard.rewind(pos)
 
-    def moved(self, pos: int) -> Reply:
+    def moved(self, pos: int) -> ReplyText:
         """The reply that goes on at `pos`: somebody took the session there between two events."""
         if self.guard is not None:
             raise StateError(
@@ -194,7 +194,7 @@ class Reply:
             )
         is_inside = self.start <= pos <= self.pos
         before = [*self._before, *self.tokens[: pos - self.start]] if is_inside else []
-        return Reply(self._decode, pos, before, self._stops, think=self._think)
+        return ReplyText(self._decode, pos, before, self._stops, think=self._think)
 
     def report(self) -> list[int]:
         """The tokens that nothing can take back any more and that no event had yet."""

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ds4cli.drafters.policy import DraftPolicy
-from ds4cli.engine.reply import Reply, Taken
+from ds4cli.engine.generation import Event, Generation, Repair
+from ds4cli.engine.reply import ReplyText
 from ds4cli.errors import StateError, UsageError
 from ds4cli.rewind.plan import RewindPlan, RewindReport
 from ds4cli.sampling import Sampler, refuse_nan
@@ -28,32 +29,7 @@ from ds4cli.text.reasoning import opens_thinking
 if TYPE_CHECKING:
     from ds4cli.engine.engine import Engine
     from ds4cli.rewind.timeline import Counters, Timeline
-    from ds4cli.tools import Guard, GuardStep, ParsedCall
-
-
-@dataclass(frozen=True)
-class Event:
-    """A piece of a reply: committed tokens, the text they completed, and at the end the reason.
-
-    finish_reason: "stop", "length", "tool", "cancelled", or None while the reply goes on.
-    calls: with the last event, the tool calls that closed. note: what is wrong with an open one.
-    """
-
-    tokens: list[int]
-    text: str
-    finish_reason: str | None = None
-    calls: tuple[ParsedCall, ...] = ()
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class Repair:
-    """A tool call that went wrong: where, why, how many tokens were taken back, in how long."""
-
-    pos: int
-    reason: str
-    dropped_tokens: int
-    seconds: float
+    from ds4cli.tools import Guard
 
 
 @dataclass(frozen=True)
@@ -129,13 +105,13 @@ class Session:
         self._timeline = timeline
         timeline.observer = self._observe if drafter.taps else None
         self._owner = threading.current_thread()
-        self._next: tuple[int, int, int] | None = None  # pos, attempt, the token picked for it
-        self._moves = 0
-        self._text: list[int] = []  # what the drafter was given last: the tokens, and the next one
-        self._reply: Reply | None = None  # the one being streamed
+        self._next: tuple[mx.array, int, int] | None = (
+            None  # row, attempt, the token picked from it
+        )
+        self.moves = 0  # how often the session was taken elsewhere
+        self._drafted_ids: list[int] = []  # what the drafter was given last, see `_ids_to`
+        self.generation: Generation | None = None  # the reply being streamed
         self._knows_prices = False
-        self._masked_at: int | None = None  # where only what the guard allows may be picked
-        self._checkpoint_at: int | None = None  # where an open call needs one
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -189,7 +165,10 @@ class Session:
     def rewind(self, pos: int) -> RewindReport:
         """Stand at `pos` or raise StateError with nothing changed."""
         self._check_thread()
-        return self._moved(self._timeline.rewind(pos))
+        with self._moving():
+            report = self._timeline.rewind(pos)
+        self.stats.count_move(report)
+        return report
 
     def sync(
         self,
@@ -208,25 +187,37 @@ class Session:
         self._check_thread()
         self.engine.check_context(len(tokens))
         self.engine.check_tokens(tokens)
-        moved = self._timeline.sync(
-            tokens, cancel=cancel, progress=progress, checkpoints=checkpoints
-        )
-        report = self._moved(moved)
+        with self._moving():
+            report = self._timeline.sync(
+                tokens, cancel=cancel, progress=progress, checkpoints=checkpoints
+            )
+        self.stats.count_move(report)
         self.stats.prompt_tokens = len(tokens)
         self.stats.cached_tokens = len(tokens) - report.replayed - report.prefilled
         self.stats.prompt_s += report.seconds
         return report
 
-    def _moved(self, report: RewindReport) -> RewindReport:
-        self._next, self._text = None, []
-        self._moves += 1
-        self.stats.count_move(report)
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """Around a move: what was known of the text's end is void, also where the move is cut short
+        and other tokens stand where the old ones stood."""
+        row = self.logits
+        try:
+            yield
+        except BaseException:
+            if self.logits is not row:
+                self._moved()
+            raise
+        self._moved()
+
+    def _moved(self) -> None:
+        self._next, self._drafted_ids = None, []
+        self.moves += 1
         try:
             with self._drafting():
                 self.drafter.rewind(self.pos)
         except Exception as error:  # the move is made, and a drafter may cost time only
             self.engine.notices.append(f"`{self.drafter.name}` begins anew: {error!r}")
-        return report
 
     @contextmanager
     def _drafting(self) -> Iterator[None]:
@@ -297,51 +288,58 @@ class Session:
     def next_token(self) -> int:
         """The token that the next step will feed first."""
         self._check_thread()
-        if self._next is None or self._next[:2] != (self.pos, self.attempt):
-            if self.logits is None:
-                if self.pos == 0:
-                    raise StateError("there is nothing to go on from", "sync a prompt first")
-                self.rewind(self.pos)
-            row = self.logits[None]
-            pick = self.sampler.pick(row, self.pos, self._timeline.tokens, self._mask()).item()
-            refuse_nan(row, [pick])
-            self._next = (self.pos, self.attempt, pick)
-        return self._next[2]
+        row, attempt, pick = self._next or (None, 0, 0)
+        if row is None or row is not self.logits or attempt != self.attempt:
+            pick = self._pick()
+            self._picked(pick)
+        return pick
 
-    def _mask(self) -> mx.array | None:
-        """What the grammar of an open tool call allows here, if it was left here."""
-        if self._masked_at != self.pos:
-            return None
-        allowed = self._reply.guard.allowed(self.logits.shape[-1])
-        return mx.array(allowed) if allowed.any() else None
+    def _pick(self) -> int:
+        if self.logits is None:
+            if self.pos == 0:
+                raise StateError("there is nothing to go on from", "sync a prompt first")
+            self.rewind(self.pos)
+        row = self.logits[None]
+        mask = None if self.generation is None else self.generation.mask()
+        pick = self.sampler.pick(row, self.pos, self._timeline.tokens, mask).item()
+        refuse_nan(row, [pick])
+        return pick
+
+    def _picked(self, pick: int) -> None:
+        """`pick` follows. It was made from the very row, so whatever moves the session voids it."""
+        self._next = (self.logits, self.attempt, pick)
+
+    def pick_again(self) -> None:
+        """What follows is picked anew: less is allowed, or another attempt has other noise."""
+        self._next = None
 
     def _propose(self, first: int, max_tokens: int | None) -> list[int]:
         """Guesses for what follows `first`, the token that is fed next."""
         self._look_up_prices()
         drafts = self._ask(self.policy.draft, first, self._room(max_tokens))
-        if self._region != "tool" or not drafts:
+        if self.generation is None or not drafts:
             return drafts
-        return drafts[: max(0, self._reply.guard.filter([first, *drafts]) - 1)]
+        return self.generation.allowed(first, drafts)
 
     def _ask(self, question: Callable[..., Any], last: int, room: int) -> Any:
         """Ask the controller about the text that ends with `last`."""
         before = self.policy.parked
         with self._drafting():
-            answer = question(self.drafter, self._text_to(last), room, self._region)
+            answer = question(self.drafter, self._ids_to(last), room, self._region)
         self.stats.parked += self.policy.parked - before
         return answer
 
-    def _text_to(self, last: int) -> list[int]:
+    def _ids_to(self, last: int) -> list[int]:
         """The tokens and `last`, in one list that grows: no copy of the context per token."""
-        text = self._text
-        del text[-1:]
-        text += self._timeline.tokens[len(text) :]
-        text.append(last)
-        return text
+        ids = self._drafted_ids
+        del ids[-1:]
+        ids += self._timeline.tokens[len(ids) :]
+        ids.append(last)
+        return ids
 
     @property
     def _region(self) -> str:
-        return "prose" if self._reply is None else self._reply.region
+        return "prose" if self.generation is None else self.generation.region
 
     def _room(self, max_tokens: int | None) -> int:
         """How many guesses may be fed after the next token."""
@@ -382,7 +380,7 @@ class Session:
             raise
         accepted = accepted_drafts(feed[1:], picks, self.engine.stop_ids)
         timeline.commit(1 + accepted)
-        self._next = (self.pos, self.attempt, picks[accepted])
+        self._picked(picks[accepted])
         took = time.perf_counter() - begin
         if len(feed) > 1:
             self.policy.observe(len(feed), 1 + accepted, took)
@@ -416,19 +414,10 @@ class Session:
             raise UsageError(f"max_tokens is `{limit}`", "give -1 for no limit, or 0 and more")
         stop = settings.stop if stop is None else [stop] if isinstance(stop, str) else stop
         before = self.tokens[since:] if since is not None else []
-        reply = Reply(
-            self.engine.decode, self.pos, before, stop, guard, self._think_markers(len(before))
-        )
-        attempt, self._reply = self.attempt, reply
-        try:
-            yield from self._blocks(reply, None if limit < 0 else self.pos + limit, cancel)
-        finally:
-            self.attempt, self._reply, self._masked_at, self._checkpoint_at = (
-                attempt,
-                None,
-                None,
-                None,
-            )
+        think = self._think_markers(len(before))
+        reply = ReplyText(self.engine.decode, self.pos, before, stop, guard, think)
+        end = None if limit < 0 else self.pos + limit
+        yield from Generation(self, self._timeline, reply, end, cancel).events()
 
     def _think_markers(self, said: int) -> tuple[str, str, bool] | None:
         """What opens and closes reasoning, and whether the prompt, all but the last `said` tokens,
@@ -440,98 +429,12 @@ class Session:
         is_open = opens_thinking(self.engine.decode, prompt, start)
         return start, self.engine.tokenizer.think_end, is_open
 
-    def _blocks(self, reply: Reply, end: int | None, cancel: Callable[[], bool]) -> Iterator[Event]:
-        steps = self._steps(end)
-        text, reason = "", self._reason_to_end(end, cancel)
-        while reason is None:
-            begin = time.perf_counter()
-            step = next(steps)
-            self.stats.decode_s += time.perf_counter() - begin
-            text, reason = self._take(reply, step)
-            reason = reason or self._reason_to_end(end, cancel)
-            if reason is None:
-                here = self._moves, self.pos
-                yield Event(reply.report(), text)
-                if here != (self._moves, self.pos):
-                    steps.close()
-                    steps, reply = self._steps(end), reply.moved(self.pos)
-                    text, reason = "", self._reason_to_end(end, cancel)
-                self._reply = reply
-        steps.close()
-        yield self._last_event(reply, text, reason)
-
-    def _take(self, reply: Reply, step: Step) -> tuple[str, str | None]:
-        """What to show of a block, and the finish reason; repairs are made on the way."""
-        if step.finish_reason is not None:
-            return self._act(reply, reply.end(self.next_token()))
-        shown, reason, rest = [], None, step.tokens
-        while rest and reason is None:
-            taken = reply.take(rest)
-            text, reason = self._act(reply, taken)
-            shown.append(text)
-            repaired = taken.step is not None and taken.step.bad_pos is not None
-            rest = [] if repaired else rest[taken.used :]
-        return "".join(shown), reason
-
-    def _act(self, reply: Reply, taken: Taken) -> tuple[str, str | None]:
-        step = taken.step
-        if taken.keep is not None:
-            self._keep(reply, taken.keep)
-        elif step is not None and step.bad_pos is not None:
-            self._repair(reply, step)
-        elif step is not None and step.event == "open":
-            # Before one more block could put the call's opening out of reach.
-            self._checkpoint_at = (
-                step.opened + (self._timeline.free_tokens() or 0) - MAX_BLOCK_TOKENS
-            )
-        if self._checkpoint_at is not None and self.pos >= self._checkpoint_at:
-            self._checkpoint_opening(reply)
-        return taken.text, taken.reason
-
-    def _keep(self, reply: Reply, pos: int) -> None:
-        """The reply ends at `pos`: drop what was generated beyond it."""
-        if pos != self.pos:
-            self.stats.generated_tokens -= self.pos - pos
-            self.rewind(pos)
-        reply.rewind(pos)
-
-    def _repair(self, reply: Reply, step: GuardStep) -> None:
-        """Back to where a tool call went wrong: the kept row under the grammar's mask, or, where no
-        grammar can say what is wrong, the call's opening with the next attempt's noise."""
-        begin, dropped = time.perf_counter(), self.pos - step.bad_pos
-        self._keep(reply, step.bad_pos)
-        self._next = None
-        if step.event == "left":
-            self._masked_at = step.bad_pos
-            self.next_token()  # from the kept row, so a part of what the repair took
-        else:
-            self.attempt += 1
-        took = time.perf_counter() - begin
-        self.stats.repairs.append(Repair(step.bad_pos, step.reason, dropped, took))
-
-    def _checkpoint_opening(self, reply: Reply) -> None:
-        """The open call is nearly as long as what is free to go back over: keep its beginning cheap
-        to come back to."""
-        timeline, end, opened = self._timeline, self.pos, reply.guard.opened
-        self._checkpoint_at = None
-        if opened is not None and not timeline.can_cut and timeline.plan(opened).forwards == 0:
-            timeline.rewind(opened)
-            timeline.checkpoint("tool")
-            timeline.rewind(end)
-
-    def _last_event(self, reply: Reply, text: str, reason: str) -> Event:
-        if reply.closed_at is not None and reason == "length":
-            self._keep(reply, reply.closed_at)
-            reason = "tool"
-        tokens, rest, reason, note = reply.finish(reason)
-        return Event(tokens, text + rest, reason, tuple(reply.calls), note)
-
     @property
     def _runs_ahead(self) -> bool:
         """Whether plain decoding may build a call while the one before runs."""
         return self.policy.runs_ahead and not self.sampler.needs_history
 
-    def _steps(self, end: int | None) -> Iterator[Step]:
+    def steps(self, end: int | None) -> Iterator[Step]:
         """Blocks without end, or up to position `end`; plain decoding runs one call ahead."""
         while True:
             first, left = self.next_token(), None if end is None else end - self.pos
@@ -592,13 +495,7 @@ class Session:
         return pick, row
 
     def _count_plain(self, following: int, seconds: float, first: bool, last: bool) -> None:
-        self._next = (self.pos, self.attempt, following)
+        self._picked(following)
         self.policy.observe_plain(seconds, first=first, last=last)
         self.stats.count_block(0, 0)
         self.stats.generated_tokens += 1
-
-    def _reason_to_end(self, end: int | None, cancel: Callable[[], bool]) -> str | None:
-        ends = [limit for limit in (end, self.engine.context_tokens) if limit is not None]
-        if ends and self.pos >= min(ends):
-            return "length"
-        return "cancelled" if cancel() else None
