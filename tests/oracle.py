@@ -49,7 +49,7 @@ class Letters:
         return [self.alphabet.index(c) for c in text]
 
     def decode(self, ids: Sequence[int], **_: object) -> str:
-        return "".join(self.alphabet[i] for i in ids)
+        return "".join(map(self.alphabet.__getitem__, ids))
 
 
 def engine(name: str, *, model=None, draft=None, eos: Sequence[int] = (), **settings):

@@ -97,7 +97,7 @@ class Generation:
             session.attempt, session.generation = attempt, None
 
     def _blocks(self) -> Iterator[Event]:
-        session = self._session
+        session, timeline = self._session, self._timeline
         steps = session.steps(self._end)
         text, reason = "", self._reason_to_end()
         while reason is None:
@@ -107,9 +107,9 @@ class Generation:
             text, reason = self._take(step)
             reason = reason or self._reason_to_end()
             if reason is None:
-                here = session.moves, session.pos
+                here = session.moves, timeline.pos
                 yield Event(self._reply.report(), text)
-                if here != (session.moves, session.pos):
+                if here != (session.moves, timeline.pos):
                     steps.close()
                     steps, self._reply = session.steps(self._end), self._reply.moved(session.pos)
                     text, reason = "", self._reason_to_end()
@@ -118,7 +118,7 @@ class Generation:
         yield self._last_event(text, reason)
 
     def _reason_to_end(self) -> str | None:
-        pos, context = self._session.pos, self._session.engine.context_tokens
+        pos, context = self._timeline.pos, self._session.engine.context_tokens
         if (self._end is not None and pos >= self._end) or (context is not None and pos >= context):
             return "length"
         return "cancelled" if self._cancel() else None

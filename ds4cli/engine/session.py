@@ -452,26 +452,27 @@ class Session:
         cannot be: at a checkpoint, at the end, where guesses shall be fed, and when somebody moved
         the session meanwhile."""
         begin, first, wants = time.perf_counter(), True, False
-        self._timeline.abort()  # what another, suspended stream runs ahead
+        timeline = self._timeline
+        timeline.abort()  # what another, suspended stream runs ahead
         try:
             pick, row = self._run_ahead(mx.array([token], mx.int32))
-            while self._timeline.open_blocks:
-                last = end is not None and self.pos + 1 >= end
-                alone = wants or last or self._timeline.leaves_checkpoint(1)
+            while timeline.open_blocks:
+                last = end is not None and timeline.pos + 1 >= end
+                alone = wants or last or timeline.leaves_checkpoint(1)
                 following = (None, None) if alone else self._run_ahead(pick)
                 value = pick.item()
                 refuse_nan(row, [value])
-                self._timeline.commit(1)
+                timeline.commit(1)
                 self._count_plain(value, time.perf_counter() - begin, first, alone)
                 yield Step([token])
                 if value in self.engine.stop_ids:
                     return
                 begin, first = time.perf_counter(), False
                 token, (pick, row) = value, following
-                if self._timeline.open_blocks:
+                if timeline.open_blocks:
                     wants = self._wants(token, end)
         finally:
-            self._timeline.abort()
+            timeline.abort()
 
     def _wants(self, token: int, end: int | None) -> bool:
         """Whether to feed guesses once the call on `token`, which runs, is done."""
@@ -487,15 +488,17 @@ class Session:
     def _run_ahead(self, token: mx.array) -> tuple[mx.array, mx.array]:
         """Open a block on a token (1,) that may not be known yet; the next pick (1,) and the row
         (1, V) it is made from, both being computed."""
-        pos = self.pos + self._timeline.open_blocks + 1
-        row = self._timeline.feed(token)
+        timeline = self._timeline
+        pos = timeline.pos + timeline.open_blocks + 1
+        row = timeline.feed(token)
         self.stats.forwards += 1
         pick = self.sampler.pick(row, pos, ())
-        self._timeline.evaluate(pick, wait=False)
+        timeline.evaluate(pick, wait=False)
         return pick, row
 
     def _count_plain(self, following: int, seconds: float, first: bool, last: bool) -> None:
         self._picked(following)
-        self.policy.observe_plain(seconds, first=first, last=last)
+        if self.drafter.name != "none":
+            self.policy.observe_plain(seconds, first=first, last=last)
         self.stats.count_block(0, 0)
         self.stats.generated_tokens += 1

@@ -213,6 +213,8 @@ def _switched(cls: type, on_cuda: bool) -> type:
         ops = update.__globals__["gated_delta_ops"]
 
         def gated_delta_ops(q, k, v, g, beta, state=None, mask=None):
+            if not on_cuda and k.shape[1] < MIN_ROWS:  # every plain token: no more questions
+                return ops(q, k, v, g, beta, state, mask)
             run = _form(k.shape[1], k.shape[-1], on_cuda) or ops
             return run(q, k, v, g, beta, state, mask)
 

@@ -245,7 +245,7 @@ class Horizon:
         if not self.segments:
             self.start_row = row_before
         self._release_base()
-        for piece in self._pieces(segment):
+        for piece in (segment,) if segment.rows == 1 else self._pieces(segment):
             self.segments.append(piece)
             self.held_bytes += self._bytes(piece)
         self._merge()
@@ -336,8 +336,9 @@ class Horizon:
             mx.async_eval(base)
             self.segments[1] = replace(second, base=base)
             self.held_bytes += self.base_bytes
-        self.start_row = row
+        self.start_row = None  # at no time the row of another position
         del self.segments[0]
+        self.start_row = row
 
     def _drop_logits(self) -> None:
         excess = self.nbytes - self.budget_bytes

@@ -227,13 +227,22 @@ class Timeline:
         self.counters.forwards += 1
         self.counters.fed_tokens += len(tokens)
         layers.before_write()
-        taped = record and self.recorder is not None and layers.recurrent
-        caches = layers.recurrent_caches
-        recording = self.recorder.recording(caches, stop_rows) if taped else nullcontext()
-        noting = self.taps.noting() if self.taps is not None else nullcontext([])
-        with recording as tape, noting as hidden:
-            logits = self.model(mx.array(tokens, mx.int32)[None], cache=layers.caches)
-        return logits[0], tape, hidden
+        if not (record and self.recorder is not None and layers.recurrent):
+            logits, hidden = self._run(tokens, layers)
+            return logits, None, hidden
+        with self.recorder.recording(layers.recurrent_caches, stop_rows) as tape:
+            logits, hidden = self._run(tokens, layers)
+        return logits, tape, hidden
+
+    def _run(
+        self, tokens: Sequence[int] | mx.array, layers: Layers
+    ) -> tuple[mx.array, list[mx.array]]:
+        ids = mx.array(tokens, mx.int32)[None]
+        if self.taps is None:
+            return self.model(ids, cache=layers.caches)[0], []
+        with self.taps.noting() as hidden:
+            logits = self.model(ids, cache=layers.caches)
+        return logits[0], hidden
 
     def evaluate(self, *arrays: mx.array, wait: bool = True) -> None:
         """Evaluate the newest open block with `arrays` in one go; on failure it is undone.

@@ -21,17 +21,20 @@ class Tape:
         self._layers = layers
         self.rows = sum(t.rows for t in layers[0][0]) if layers else 0
 
-    def fill(self, found: Sequence[Sequence[list[Track]]]) -> None:
+    def fill(self, found: Layers) -> None:
         """Take over a finished recording: tracks per cache and slot, in the order of the call.
 
         Every slot of every cache must have the same rows.
         """
-        layers = [[_single(tracks) for tracks in slots] for slots in found]
-        rows = {tracks[0].rows if tracks else 0 for slots in layers for tracks in slots}
+        if [True for slots in found for tracks in slots if tracks[1:]]:
+            found = [[_single(tracks) for tracks in slots] for slots in found]
+        rows = {t.data[0].shape[1] - t.lead for slots in found for tracks in slots for t in tracks}
+        if [True for slots in found for tracks in slots if not tracks]:
+            rows = {0, *rows}
         if len(rows) > 1:
             raise ModelError(f"recurrent caches recorded different numbers of rows: {sorted(rows)}")
         if rows and rows != {0}:
-            (self.rows,), self._layers = rows, layers
+            (self.rows,), self._layers = rows, found
 
     def _tracks(self) -> Iterator[Track]:
         return (t for slots in self._layers for tracks in slots for t in tracks)
@@ -43,7 +46,14 @@ class Tape:
     def pending(self) -> list[mx.array]:
         """What must be evaluated with the step, so as not to keep more alive than its rows; the
         rest is evaluated by the step anyway, and fewer outputs are less work."""
-        return [x for t in self._tracks() if not t.comes_with_step for x in t.data]
+        return [
+            x
+            for slots in self._layers
+            for tracks in slots
+            for t in tracks
+            if not (t.comes_with_step or t.lead)
+            for x in t.data
+        ]
 
     @property
     def nbytes(self) -> int:

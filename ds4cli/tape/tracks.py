@@ -41,6 +41,7 @@ class Track:
     comes_with_step: ClassVar[bool] = False
     has_stops: ClassVar[bool] = False
     recomputes: ClassVar[bool] = False
+    lead = 0  # see `Tail`
 
     @property
     def rows(self) -> int:
@@ -121,8 +122,8 @@ class Tail(Track):
 
     grows: before `keep` rows were seen the slot is shorter, instead of filled up with zeros.
     time_axis: where the slot (not the track) has its rows.
-    lead: rows of history that stand in front of ours in `data`: cutting them off while recording
-    would be an operation per layer and call.
+    lead: rows of history that stand in front of ours in `data`, which the model call computes then:
+    cutting them off while recording would be an operation per layer and call.
     """
 
     keep: int
@@ -131,10 +132,6 @@ class Tail(Track):
     lead: int = 0
 
     has_stops = True
-
-    @property
-    def comes_with_step(self) -> bool:
-        return self.lead > 0
 
     @property
     def rows(self) -> int:
@@ -149,13 +146,13 @@ class Tail(Track):
     def needed(cls, tracks: Sequence[Tail]) -> list[Track]:
         """The history in front of a track is the rows of those before it, so few are needed."""
         parts: list[Track] = []
-        left = sum(t.rows for t in tracks)
-        end = left
-        for t in reversed(tracks):
-            start = end - t.rows
+        left = end = sum([t.data[0].shape[1] - t.lead for t in tracks])
+        for t in tracks[::-1]:
+            start = end - t.data[0].shape[1] + t.lead
             if start < left:
                 first = max(-t.lead, -start)
-                parts.append(replace(t, data=(t._rows(first, left - start),), lead=0))
+                x = t._rows(first, left - start)
+                parts.append(Tail((x,), t.keep, t.grows, t.time_axis))
                 left = start + first
             end = start
         return parts[::-1]

@@ -31,6 +31,9 @@ class StopScanner:
         """Take one token's text; return what may be shown, and the hit if a stop is complete."""
         self._length += len(piece)
         self._ends.append(self._length)
+        if not self._stops:
+            self._emitted = self._length
+            return piece, None
         text = self._held + piece
         starts = [i for i in (text.find(s) for s in self._stops) if i >= 0]
         if starts:

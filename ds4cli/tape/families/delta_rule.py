@@ -92,12 +92,12 @@ def _recorded_update(update: Callable) -> Callable:
 def _recorded(recurrence: Callable) -> Callable:
     @wraps(recurrence)
     def record(q, k, v, g, beta, state=None, mask=None):
-        frame = frames.current()
+        frame = frames.here.frame
         if frame is None:
             return recurrence(q, k, v, g, beta, state, mask)
         data, size = (k, v, g, beta), frame.stop_rows
         if mask is not None or not 0 < size < k.shape[1]:
-            frame.add_state(DeltaRows(data))
+            frame.tracks[-1] += (DeltaRows(data),)
             return recurrence(q, k, v, g, beta, state, mask)
         y, states = _in_pieces(recurrence, (q, *data), state, size)
         frame.add_state(DeltaRows(data, tuple(states[:-1])))

@@ -54,9 +54,10 @@ def _recording(cls: type, keep: int) -> type:
     call = cls.__call__
 
     def __call__(self, x):
-        frame = frames.current()
+        frame = frames.here.frame
         if frame is not None:
-            frame.add(Tail((x,), keep, lead=keep))
+            frame.tracks[frame.next] += (Tail((x,), keep, lead=keep),)
+            frame.next += 1
         return call(self, x)
 
     return derived(cls, __call__)

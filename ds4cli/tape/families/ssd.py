@@ -93,10 +93,10 @@ def _recorded(update: Callable) -> Callable:
 
     @wraps(update)
     def ssm_update(x, A_log, B, C, D, dt, dt_bias, state=None, *args, **kwargs):
-        frame = frames.current()
+        frame = frames.here.frame
         if frame is not None:
             limit = args[0] if args else kwargs.get("time_step_limit", default_limit)
-            frame.add_state(SsdRows((x, B, dt), A_log, dt_bias, limit))
+            frame.tracks[-1] += (SsdRows((x, B, dt), A_log, dt_bias, limit),)
         return update(x, A_log, B, C, D, dt, dt_bias, state, *args, **kwargs)
 
     return ssm_update
