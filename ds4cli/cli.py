@@ -209,7 +209,7 @@ def generate(
         raise UsageError(f"`{long_flag(name)}` needs `--batch`", "name the file with the prompts")
     from ds4cli import generate as task
 
-    request = task.Request(
+    request = task.GenerateRequest(
         prompt=task.gather_prompt(prompt, prompt_option, file or (), sys.stdin),
         tools=task.read_tools(run.settings.tools),
         as_json=as_json,
@@ -223,7 +223,7 @@ def generate(
 def _run_batch(run: Run, source: str, output: str | None, lines: bool, **switches: bool) -> int:
     from ds4cli import batch as task
 
-    request = task.Request(
+    request = task.BatchRequest(
         source, output or "-", lines, quiet=run.quiet, verbose=run.verbose, **switches
     )
     return task.run(request, run.settings)
@@ -276,7 +276,7 @@ def chat(
     from ds4cli.chat import request as asked
 
     tools = generate.read_tools(run.settings.tools)
-    request = asked.Request(
+    request = asked.ChatRequest(
         resume=resume,
         name=session,
         with_cache=with_cache,
@@ -347,7 +347,7 @@ def rewind_bench(
     from ds4cli import bench, generate
 
     sizes = {"contexts": context, "distances": depth, "num_trials": num_trials, "scale": scale}
-    request = bench.Request(
+    request = bench.BenchRequest(
         scenarios=scenarios or (), matrix=bench.sizes(matrix, quick, sizes),
         check=check or case is not None, case=case, own_contexts=context is not None, trace=trace,
         form=form, output=output, compare=compare, tolerance=tolerance, plot=plot, quiet=run.quiet,

@@ -31,7 +31,7 @@ NO_BACKEND_HINT = 'on Linux install one: `pip install "ds4cli[cpu]"`, or `ds4cli
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerateRequest:
     """What to generate from, and what to print."""
 
     prompt: str
@@ -56,7 +56,7 @@ class Completion:
     note: str = ""
 
 
-def run(request: Request, settings: Settings) -> int:
+def run(request: GenerateRequest, settings: Settings) -> int:
     """Load, read the prompt, write the reply. Returns the exit code."""
     tokens: list[int] = []
 
@@ -75,8 +75,8 @@ def run(request: Request, settings: Settings) -> int:
             session.sync(tokens, cancel=interrupted, progress=bar)
         split = splitter(engine, thinks)
         completion = complete(session, split, interrupted, writer if live else None, guard)
-    for notice in engine.notices[said:] if request.verbose else ():
-        terminal.note(notice)
+    if request.verbose:
+        terminal.notes(engine.notices[said:])
     _print_end(request, engine, session, completion, writer)
     return terminal.EXIT_INTERRUPTED if completion.finish_reason == "cancelled" else 0
 
@@ -184,11 +184,9 @@ def load_engine(
     if engine.refusal and not quiet:
         terminal.note(engine.refusal)
     if verbose:
-        terminal.note(f"loaded {settings.model} in {time.perf_counter() - begin:.1f} s")
-        for line in [*blas.notices(), *precision.notices(), *engine.notices]:
-            terminal.note(line)
-        for line in str(engine.capabilities).splitlines():
-            terminal.note(line)
+        loaded = f"loaded {settings.model} in {time.perf_counter() - begin:.1f} s"
+        notices = [loaded, *blas.notices(), *precision.notices(), *engine.notices]
+        terminal.notes([*notices, *str(engine.capabilities).splitlines()])
     return engine
 
 
@@ -211,7 +209,9 @@ def _fields(settings: Settings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in settings.__dataclass_fields__}
 
 
-def prompt_tokens(vocabulary: Vocabulary, settings: Settings, request: Request) -> list[int]:
+def prompt_tokens(
+    vocabulary: Vocabulary, settings: Settings, request: GenerateRequest
+) -> list[int]:
     """The token ids to read: through the chat template, or as they are with `raw`."""
     if settings.raw:
         tokens = vocabulary.encode(request.prompt)
@@ -239,15 +239,15 @@ def splitter(engine: Engine, inside: bool) -> ReasoningSplitter:
     return ReasoningSplitter(start, end, inside, answer)
 
 
-def make_guard(engine: Engine, request: Request, thinks: bool) -> Guard | None:
+def make_guard(engine: Engine, request: GenerateRequest, thinks: bool) -> Guard | None:
     """What watches the reply for calls of the declared tools; None without tools."""
     if not request.tools:
         return None
     from ds4cli.tools import Guard
 
     guard = Guard(engine.tokenizer, request.tools, thinks, engine.settings.max_repairs)
-    for notice in guard.notices if request.verbose else ():
-        terminal.note(notice)
+    if request.verbose:
+        terminal.notes(guard.notices)
     return guard
 
 
@@ -293,7 +293,7 @@ def _add(
 
 
 def _print_end(
-    request: Request,
+    request: GenerateRequest,
     engine: Engine,
     session: Session,
     completion: Completion,
@@ -310,7 +310,9 @@ def _print_end(
         terminal.note(terminal.stats_line(session.stats, peak_bytes()))
 
 
-def _print_text(request: Request, completion: Completion, writer: terminal.ReplyWriter) -> None:
+def _print_text(
+    request: GenerateRequest, completion: Completion, writer: terminal.ReplyWriter
+) -> None:
     """What streaming has not printed: the text, if it was held back, and one line per call."""
     if not request.stream:
         writer.answer(completion.text)

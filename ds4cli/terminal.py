@@ -90,6 +90,12 @@ def note(text: str) -> None:
     err.print(text, style="dim", soft_wrap=True)
 
 
+def notes(lines: Iterable[str]) -> None:
+    """A dim line on stderr for each."""
+    for line in lines:
+        note(line)
+
+
 def fail(message: str, hint: str | None = None) -> None:
     """An error as one line on stderr, and its hint as another."""
     for label, style, text in (("error", "bold red", message), ("hint", "cyan", hint)):

@@ -9,7 +9,7 @@ from folder import SPECIALS, VOCAB_SIZE, byte_tokenizer
 from ds4cli.chat import loop
 from ds4cli.chat.console import Chat
 from ds4cli.chat.conversation import Watch
-from ds4cli.chat.request import Request
+from ds4cli.chat.request import ChatRequest
 from ds4cli.chat.transcript import Turn
 from ds4cli.engine.engine import Engine
 from ds4cli.settings import Settings
@@ -87,7 +87,7 @@ class TestedChat(Chat):
 
 def chat(engine: Engine, *texts: str, settings: Settings | None = None, **request) -> TestedChat:
     """A chat that has taken `texts`."""
-    made = TestedChat(engine, Request(**request), settings or engine.settings, reader=Script())
+    made = TestedChat(engine, ChatRequest(**request), settings or engine.settings, reader=Script())
     made.begin()
     for text in texts:
         made.take(text)

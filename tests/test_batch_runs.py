@@ -103,7 +103,7 @@ def mixed_requests(n: int, seed: int = 0) -> list[dict]:
 
 def run(source: str, output: str, folder: str, settings=None, **request) -> int:
     chosen = Settings(model=folder, **{"max_tokens": 6, "drafter": "none", **(settings or {})})
-    return batch.run(batch.Request(source, output, quiet=True, **request), chosen)
+    return batch.run(batch.BatchRequest(source, output, quiet=True, **request), chosen)
 
 
 # --- the same answers ---------------------------------------------------------------------------

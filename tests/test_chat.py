@@ -18,7 +18,7 @@ from talk import check, check_replies, check_reply
 
 from ds4cli.chat import commands, editor, journal, prompt, shelf
 from ds4cli.chat import request as asked
-from ds4cli.chat.request import Request
+from ds4cli.chat.request import ChatRequest
 from ds4cli.chat.transcript import Turn
 from ds4cli.errors import StateError, UsageError
 from ds4cli.rewind import storage
@@ -968,7 +968,7 @@ def test_no_save(engine):
 def test_the_stored_model_is_the_default(engine):
     """Guards: -c loading the built-in model for a chat with another."""
     talk.chat(engine, "one", name="a").end()
-    request = Request(resume=True)
+    request = ChatRequest(resume=True)
     other = replace(engine.settings, model="other")
     assert asked.settings_for(request, other, False).model == engine.settings.model
     assert asked.settings_for(request, other, True).model == "other"

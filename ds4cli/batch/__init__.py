@@ -34,7 +34,7 @@ RESUME_HINT = "go on with the same command and `--resume`"
 
 
 @dataclass(frozen=True)
-class Request:
+class BatchRequest:
     """A batch. source, output: file names, or `-`. plain: every line is a prompt.
 
     group: answer prompts with a common beginning one after the other. resume: keep the good results
@@ -52,7 +52,7 @@ class Request:
     verbose: bool = False
 
 
-def run(request: Request, settings: Settings) -> int:
+def run(request: BatchRequest, settings: Settings) -> int:
     """Check the input, load, answer. Returns the exit code: 1 if a line failed."""
     tools = generate.read_tools(settings.tools)
     with ExitStack() as files:
@@ -87,7 +87,7 @@ def _look_through(lines: Lines, plain: bool, results: Results) -> int | None:
 
 
 def _answer(
-    request: Request,
+    request: BatchRequest,
     engine: Engine,
     tools: Sequence[Tool],
     lines: Lines,
@@ -114,13 +114,13 @@ def _answer(
     return 1 if runner.tally.failed else 0
 
 
-def _say(request: Request, text: str) -> None:
+def _say(request: BatchRequest, text: str) -> None:
     if text and not request.quiet:
         terminal.note(text)
 
 
 def _blocks(
-    request: Request, settings: Settings, lines: Lines, cancel: Callable[[], bool]
+    request: BatchRequest, settings: Settings, lines: Lines, cancel: Callable[[], bool]
 ) -> Iterator[list[Item]]:
     """The items of the input, block by block."""
     warnings = Warnings(lambda text: _say(request, text), settings.model)

@@ -38,7 +38,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Step:
+class PlannedJob:
     """A job in working order. shared: prompt tokens it has in common with the job before it;
     checkpoints: where later prompts branch off."""
 
@@ -65,7 +65,7 @@ class Planner:
         """These were answered by an earlier run."""
         self._skipped = items
 
-    def steps(self, items: list[Item]) -> list[Step]:
+    def steps(self, items: list[Item]) -> list[PlannedJob]:
         """The steps of one block. What a step shares with the one before it does not depend on
         which of them an earlier run has done."""
         if self._skipped:
@@ -80,10 +80,10 @@ class Planner:
         shared = shared_lengths(prompts, self._before)
         self._before = prompts[-1] if prompts else self._before
         plans = {
-            job.item.number: Step(job, shared[i], branch_points(shared, i))
+            job.item.number: PlannedJob(job, shared[i], branch_points(shared, i))
             for i, job in enumerate(good)
         }
-        return [plans.get(job.item.number) or Step(job) for job in jobs]
+        return [plans.get(job.item.number) or PlannedJob(job) for job in jobs]
 
     def job(self, item: Item) -> Job:
         """The item with its prompt. What is wrong with it becomes the job's `error`."""
@@ -144,7 +144,7 @@ class Runner:
         if self.cancel():
             raise Interrupted("stopped")
 
-    def _steps(self, block: list[Item], todo: set[int]) -> Iterator[Step]:
+    def _steps(self, block: list[Item], todo: set[int]) -> Iterator[PlannedJob]:
         if not todo:
             self.planner.skip(block)
             return
@@ -152,7 +152,7 @@ class Runner:
             if step.job.item.number in todo:
                 yield step
 
-    def _do(self, step: Step) -> bool:
+    def _do(self, step: PlannedJob) -> bool:
         """Answer a step and write its line; False if it failed."""
         item = step.job.item
         try:
@@ -175,7 +175,7 @@ class Runner:
         self.session = self.engine.session()
         return replies.failure(item, "internal_error", f"{type(error).__name__}: {error}")
 
-    def _answer(self, step: Step) -> bytes:
+    def _answer(self, step: PlannedJob) -> bytes:
         job, engine = step.job, self.engine
         if job.error:
             raise UsageError(job.error)
@@ -195,7 +195,7 @@ class Runner:
         )
         return replies.success(job.item, body)
 
-    def _completions(self, step: Step) -> tuple[list[Completion], int]:
+    def _completions(self, step: PlannedJob) -> tuple[list[Completion], int]:
         """The item's completions and the tokens in them. All go out from one reading of the
         prompt, each with the noise of its own attempt."""
         job, session = step.job, self.session
@@ -209,7 +209,7 @@ class Runner:
             generated += session.pos - len(job.prompt)
         return made, generated
 
-    def _read(self, step: Step) -> None:
+    def _read(self, step: PlannedJob) -> None:
         """Bring the session to the end of the prompt."""
         prompt, session = step.job.prompt, self.session
         report = session.sync(prompt, cancel=self.cancel, checkpoints=step.checkpoints)

@@ -32,7 +32,7 @@ CUT_NOTE = (
 
 
 @dataclass(frozen=True)
-class Request:
+class BenchRequest:
     """What to measure or check, and what to do with the result. case: one case of `--check`.
     own_contexts: the user named the contexts; else a check takes those that it needs."""
 
@@ -76,7 +76,7 @@ def settings_for(chosen: Settings) -> Settings:
     return replace(chosen, **{**plain, "drafter": "none"})
 
 
-def run(engine: Engine, request: Request) -> int:
+def run(engine: Engine, request: BenchRequest) -> int:
     """Measure or check, print, compare. Returns the exit code."""
     from ds4cli.bench.lab import Lab
 
@@ -96,7 +96,7 @@ def run(engine: Engine, request: Request) -> int:
     return 1 if failed or worse else 0
 
 
-def _measured(lab: Lab, request: Request) -> report.Report:
+def _measured(lab: Lab, request: BenchRequest) -> report.Report:
     from ds4cli.bench.scenarios import SCENARIOS
 
     rows = []
@@ -109,7 +109,7 @@ def _measured(lab: Lab, request: Request) -> report.Report:
     return report.Report(environment, asdict(request.matrix), rows, warnings=warnings)
 
 
-def _checked(lab: Lab, request: Request) -> report.Report:
+def _checked(lab: Lab, request: BenchRequest) -> report.Report:
     from ds4cli.bench import check
 
     findings: list[Finding] = []
@@ -124,7 +124,7 @@ def _checked(lab: Lab, request: Request) -> report.Report:
     return report.Report(machine.environment(lab.engine), findings=findings, notes=notes)
 
 
-def _failures(found: report.Report, request: Request, chosen: Settings) -> bool:
+def _failures(found: report.Report, request: BenchRequest, chosen: Settings) -> bool:
     """Say on stderr what is wrong, the smallest case as a command; whether anything is."""
     for row in measure.failed(found.rows):
         terminal.fail(f"other text after going back: {row.scenario}, {row.case}, {row.way}")
@@ -150,7 +150,7 @@ def _again(finding: Finding, chosen: Settings) -> str:
     return f"the smallest: {shlex.join(words)}"
 
 
-def _compared(old: report.Report, new: report.Report, request: Request) -> bool:
+def _compared(old: report.Report, new: report.Report, request: BenchRequest) -> bool:
     """Print the comparison; whether something got worse."""
     for line in report.unlike(old.environment, new.environment):
         terminal.note(f"not like before: {line}")
@@ -163,7 +163,7 @@ def _compared(old: report.Report, new: report.Report, request: Request) -> bool:
     return any(change.is_worse for change in changes)
 
 
-def _draw(rows: Sequence[Any], request: Request) -> None:
+def _draw(rows: Sequence[Any], request: BenchRequest) -> None:
     if request.plot is None:
         return
     drawn = plot.write(rows, request.plot, "going back: reuse against rebuild")
@@ -172,7 +172,7 @@ def _draw(rows: Sequence[Any], request: Request) -> None:
         terminal.note('no picture was written: `pip install "ds4cli[plot]"` draws it')
 
 
-def _note(text: str, request: Request) -> None:
+def _note(text: str, request: BenchRequest) -> None:
     if not request.quiet:
         terminal.note(text)
 

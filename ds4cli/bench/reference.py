@@ -10,13 +10,20 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
+from ds4cli.settings import Settings
+
 Pick = Callable[[mx.array, list[int]], int]
 
 
 class Reference:
     """A stock model and stock caches. It shares its weights with `model`, and no code with us."""
 
-    def __init__(self, model: Any, kv_bits: int | None = None, kv_group_size: int = 64):
+    def __init__(
+        self,
+        model: Any,
+        kv_bits: int | None = None,
+        kv_group_size: int = Settings.kv_group_size,
+    ):
         self.model = stock(model)
         self._kv = (kv_group_size, kv_bits) if kv_bits else None
 

@@ -22,6 +22,7 @@ from ds4cli.caches.plain import ConcatenateAdapter, KVAdapter, QuantizedAdapter
 from ds4cli.caches.recurrent import RecurrentAdapter
 from ds4cli.caches.sliding import ChunkedAdapter, SlackChunkedKVCache, SlidingKVCache, WindowAdapter
 from ds4cli.errors import ModelError, UsageError
+from ds4cli.settings import Settings
 
 # Exact classes: a subclass may keep its rows in another way, and a wrong guess corrupts silently.
 ADAPTERS: dict[type, type[LayerAdapter]] = {
@@ -56,7 +57,10 @@ class UnsupportedCache(ModelError):
 
 
 def build_caches(
-    model: Any, slack: int, kv_bits: int | None = None, kv_group_size: int = 64
+    model: Any,
+    slack: int,
+    kv_bits: int | None = None,
+    kv_group_size: int = Settings.kv_group_size,
 ) -> list[Any]:
     """Caches for `model(x, cache=caches)`; windows and chunks keep `slack` positions more.
 

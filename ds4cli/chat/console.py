@@ -14,7 +14,7 @@ from ds4cli import terminal
 from ds4cli.chat import shelf
 from ds4cli.chat.calls import Calls
 from ds4cli.chat.conversation import Conversation, Watch
-from ds4cli.chat.request import Request
+from ds4cli.chat.request import ChatRequest
 from ds4cli.chat.transcript import Line, Turn
 from ds4cli.errors import DS4Error, UsageError
 from ds4cli.rewind.plan import RewindReport
@@ -33,7 +33,7 @@ class Chat:
     def __init__(
         self,
         engine: Engine,
-        request: Request,
+        request: ChatRequest,
         settings: Settings,
         tools: Sequence[Tool] = (),
         reader: Any = None,

@@ -183,7 +183,7 @@ class Conversation:
         line, begun = self.line, Turn("assistant", "", attempt=attempt)
         if line.turns and line.turns[-1].is_reply:
             line, begun = line.upto(len(line.turns) - 1), line.turns[-1]
-        reply = _Reply(self, line, begun)
+        reply = _ReplyTurn(self, line, begun)
         self.session.attempt = begun.attempt
         return reply.pieces(watch)
 
@@ -365,7 +365,7 @@ class Conversation:
         return None
 
 
-class _Reply:
+class _ReplyTurn:
     """One reply while it is written."""
 
     def __init__(self, owner: Conversation, line: Line, begun: Turn):

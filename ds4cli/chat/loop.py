@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ds4cli import terminal
 from ds4cli.chat import commands, prompt, shelf
 from ds4cli.chat.console import Chat
-from ds4cli.chat.request import Request
+from ds4cli.chat.request import ChatRequest
 from ds4cli.errors import DS4Error
 from ds4cli.settings import Settings
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from ds4cli.tools import Tool
 
 
-def run(engine: Engine, request: Request, settings: Settings, tools: Sequence[Tool] = ()) -> int:
+def run(
+    engine: Engine, request: ChatRequest, settings: Settings, tools: Sequence[Tool] = ()
+) -> int:
     """Talk until the user leaves. Returns the exit code."""
     chat = Chat(engine, request, settings, tools)
     chat.reader = make_reader(chat)

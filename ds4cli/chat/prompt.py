@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ds4cli import terminal
+from ds4cli.atomic import replacing
 from ds4cli.errors import UsageError
 from ds4cli.escapes import visible
 
@@ -179,12 +180,8 @@ class HistoryFile:
                 file.write(_line(text))
 
     def _write(self, entries: Iterable[str]) -> None:
-        with contextlib.suppress(OSError):
-            temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-            with open(os.open(temporary, flags, 0o600), "wb") as file:
-                file.writelines(map(_line, entries))
-            os.replace(temporary, self.path)
+        with contextlib.suppress(OSError), replacing(self.path) as temporary:
+            temporary.write_bytes(b"".join(map(_line, entries)))
 
 
 def _line(text: str) -> bytes:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Request:
+class ChatRequest:
     """What the command line asked for, beyond settings.
 
     resume: continue the latest session. name: of the session, new or old. single: all of standard
@@ -45,7 +45,7 @@ class Request:
         return path if path is not None and path.exists() else None
 
 
-def settings_for(request: Request, settings: Settings, model_given: bool) -> Settings:
+def settings_for(request: ChatRequest, settings: Settings, model_given: bool) -> Settings:
     """The settings to load with: a stored session's own model, unless another was asked for.
 
     UsageError for a session that cannot be read or written: before anything is loaded.

@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import statistics
-import tempfile
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ds4cli.atomic import replacing
 from ds4cli.settings import MAX_BLOCK_TOKENS
 
 # Rows that are measured, the most telling first: a slow model is given fewer of them. Metal's
@@ -99,10 +98,8 @@ def _write(path: Path, seconds: Mapping[int, float]) -> str:
     """Whole or not at all; returns why it could not be, and then the next run measures again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(".json", ".ds4cli-", path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(seconds, file)
-        os.replace(name, path)
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(seconds), encoding="utf-8")
     except OSError as error:
         return str(error)
     return ""

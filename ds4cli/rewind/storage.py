@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from ds4cli.atomic import replacing
 from ds4cli.errors import StateError
 
 FORMAT = "ds4cli session 2"
@@ -55,18 +54,14 @@ def write(path: str | Path, tree: Any, fingerprint: str) -> None:
     body = json.dumps(pack(tree, arrays))
     arrays = {name: mx.contiguous(a) for name, a in arrays.items()} or {"a0": mx.zeros(1)}
     metadata = {"format": FORMAT, "fingerprint": fingerprint, "body": body}
-    temporary = None
     try:
         metadata["digest"] = digest(metadata, arrays)
-        temporary = _temporary_beside(path)
-        mx.save_safetensors(str(temporary), arrays, metadata)
-        _sync(temporary, sum(a.nbytes for a in arrays.values()))
-        os.replace(temporary, path)
+        with replacing(path, ".safetensors") as temporary:
+            mx.save_safetensors(str(temporary), arrays, metadata)
+            if temporary.stat().st_size < sum(a.nbytes for a in arrays.values()):
+                raise OSError("the disk is full")
     except (OSError, RuntimeError) as error:
         raise StateError(f"cannot save the session to `{path}`: {error}") from None
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
 
 
 def digest(metadata: dict[str, str], arrays: dict[str, mx.array]) -> str:
@@ -78,21 +73,6 @@ def digest(metadata: dict[str, str], arrays: dict[str, mx.array]) -> str:
     for name in names:
         total.update(memoryview(mx.view(arrays[name].reshape(-1), mx.uint8)))
     return total.hexdigest()
-
-
-def _temporary_beside(path: Path) -> Path:
-    """A new empty file in the folder of `path`; its name fits wherever the name of `path` does."""
-    handle, name = tempfile.mkstemp(".safetensors", ".ds4cli-", path.parent)
-    os.close(handle)
-    return Path(name)
-
-
-def _sync(path: Path, array_bytes: int) -> None:
-    """Force the file to disk; a full disk shows as a file shorter than its arrays."""
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-    if path.stat().st_size < array_bytes:
-        raise OSError("the disk is full")
 
 
 def read(path: str | Path, fingerprint: str) -> Any:

@@ -24,7 +24,7 @@ from ds4cli.rewind.checkpoints import Checkpoint, Checkpoints
 from ds4cli.rewind.horizon import Horizon, Segment
 from ds4cli.rewind.layers import Hold, Layers, Slots
 from ds4cli.rewind.plan import Reach, RewindPlan, RewindReport, call_sizes, plan
-from ds4cli.settings import MAX_BLOCK_TOKENS
+from ds4cli.settings import MAX_BLOCK_TOKENS, Settings
 from ds4cli.tape import Recorder, Tape
 from ds4cli.tokens import common_prefix
 
@@ -40,9 +40,9 @@ class Limits:
     together. chunk_tokens: tokens of one prefill call.
     """
 
-    horizon_tokens: int = 256
-    budget_bytes: int = 512 << 20
-    chunk_tokens: int = 512
+    horizon_tokens: int
+    budget_bytes: int
+    chunk_tokens: int
 
     @property
     def slack_tokens(self) -> int:
@@ -109,7 +109,7 @@ class Timeline:
         limits: Limits,
         *,
         kv_bits: int | None = None,
-        kv_group_size: int = 64,
+        kv_group_size: int = Settings.kv_group_size,
         taps: Taps | None = None,
     ):
         self.model = model
