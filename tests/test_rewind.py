@@ -19,7 +19,7 @@ def reach(pos=100, low=60, rows=None, last_block=(95, 100), can_cut=False, check
 
 
 def planned(pos, where, chunk=512, last=512, **options):
-    return plan(pos, where, chunk=chunk, last=last, **options)
+    return plan(pos, where, calls=lambda n: len(call_sizes(n, chunk, last)), **options)
 
 
 def test_inside_the_record_costs_no_call():

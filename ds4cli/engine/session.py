@@ -313,8 +313,15 @@ class Session:
         """What follows is picked anew: less is allowed, or another attempt has other noise."""
         self._next = None
 
+    @property
+    def _is_drafting(self) -> bool:
+        """Whether there is anyone to ask for guesses."""
+        return self.drafter.name != "none"
+
     def _propose(self, first: int, max_tokens: int | None) -> list[int]:
         """Guesses for what follows `first`, the token that is fed next."""
+        if not self._is_drafting:
+            return []
         self._look_up_prices()
         drafts = self._ask(self.policy.draft, first, self._room(max_tokens))
         if self.generation is None or not drafts:
@@ -352,7 +359,7 @@ class Session:
 
     def _look_up_prices(self) -> None:
         """Tell the controller what calls cost here; measured when it first matters, then kept."""
-        if self._knows_prices or not self.policy.chooses or self.drafter.name == "none":
+        if self._knows_prices or not self.policy.chooses:
             return
         prices = self.engine.prices
         if not prices.seconds and self.policy.wants_prices:
@@ -384,7 +391,7 @@ class Session:
         took = time.perf_counter() - begin
         if len(feed) > 1:
             self.policy.observe(len(feed), 1 + accepted, took)
-        else:
+        elif self._is_drafting:
             self.policy.observe_plain(took, first=self._runs_ahead, last=self._runs_ahead)
         self.stats.count_block(len(feed) - 1, accepted, source)
         self.stats.generated_tokens += 1 + accepted
@@ -476,7 +483,7 @@ class Session:
 
     def _wants(self, token: int, end: int | None) -> bool:
         """Whether to feed guesses once the call on `token`, which runs, is done."""
-        if self.drafter.name == "none":
+        if not self._is_drafting:
             return False
         left = None if end is None else end - self.pos
         return self._ask(self.policy.wants, token, self._room(left)) or self._is_to_measure
@@ -498,7 +505,7 @@ class Session:
 
     def _count_plain(self, following: int, seconds: float, first: bool, last: bool) -> None:
         self._picked(following)
-        if self.drafter.name != "none":
+        if self._is_drafting:
             self.policy.observe_plain(seconds, first=first, last=last)
         self.stats.count_block(0, 0)
         self.stats.generated_tokens += 1

@@ -6,8 +6,8 @@ feeds the fewest tokens again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from ds4cli.rewind.checkpoints import Checkpoint
 
@@ -75,9 +75,12 @@ def call_sizes(n: int, chunk: int, last: int) -> list[int]:
     return ([body % chunk] if body % chunk else []) + sizes + [final]
 
 
-def plan(pos: int, reach: Reach, *, chunk: int, last: int, needs_row: bool = True) -> RewindPlan:
+def plan(
+    pos: int, reach: Reach, *, calls: Callable[[int], int], needs_row: bool = True
+) -> RewindPlan:
     """The cheapest way to `pos`: fewest tokens fed again, among equals the first listed below.
 
+    `calls` says how many model calls so many tokens take.
     `needs_row` False is for a caller that feeds on at once and does not read the logits at `pos`.
     """
     if pos == reach.pos and (pos in reach.rows or not needs_row or pos == 0):
@@ -85,8 +88,7 @@ def plan(pos: int, reach: Reach, *, chunk: int, last: int, needs_row: bool = Tru
     candidates = [*_without_call(pos, reach, needs_row), *_from_checkpoints(pos, reach, needs_row)]
     candidates.append(RewindPlan(pos, "rebuild", 0))
     best = min(candidates, key=lambda c: c.replay)
-    calls = len(call_sizes(best.replay, chunk, last))
-    return RewindPlan(best.pos, best.source, best.base, calls, best.checkpoint)
+    return replace(best, forwards=calls(best.replay)) if best.replay else best
 
 
 def _without_call(pos: int, reach: Reach, needs_row: bool) -> Iterable[RewindPlan]:

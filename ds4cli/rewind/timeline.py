@@ -215,9 +215,17 @@ class Timeline:
         now = self._now
         if now.pos < now.end:
             now.layers.forget_ahead()
-            now.horizon.truncate(now.pos)
-            now.checkpoints.drop_after(now.pos)
-            self._now = now._replace(known=now.known[: now.pos], end=now.pos)
+            self._now = self._without_redo(now)
+
+    def _without_redo(self, now: Moment) -> Moment:
+        """`now` without what lies beyond its position. It shares nothing that grows with `now`, so
+        that a rewind that fails while it feeds tokens, or the twin of a fork, can have that back.
+        """
+        horizon, checkpoints = now.horizon.copy(), now.checkpoints.copy()
+        horizon.truncate(now.pos)
+        checkpoints.drop_after(now.pos)
+        known = now.known[: now.pos]
+        return now._replace(known=known, end=now.pos, horizon=horizon, checkpoints=checkpoints)
 
     def _call(
         self, tokens: Sequence[int] | mx.array, record: bool, stop_rows: int = 0
@@ -427,11 +435,7 @@ class Timeline:
                 f"cannot rewind to position `{pos}`", f"positions 0 to {known} are known"
             )
         return plan(
-            pos,
-            self.reach(),
-            chunk=self.limits.chunk_tokens,
-            last=self._last_call_tokens(),
-            needs_row=needs_row,
+            pos, self.reach(), calls=lambda n: len(self._call_sizes(n)), needs_row=needs_row
         )
 
     def rewind(self, pos: int) -> RewindReport:
@@ -444,7 +448,8 @@ class Timeline:
         replay = self._now.known[step.base : pos]
         with self._all_or_nothing():
             self._move(step)
-            self._feed_all(replay)
+            if replay:
+                self._feed_all(replay)
         return RewindReport(
             step.source,
             discarded=max(0, before - pos),
@@ -527,7 +532,6 @@ class Timeline:
         """Put everything back, reference by reference, if the body raises."""
         was = self._now
         hold = was.layers.hold()
-        self._now = was._replace(horizon=was.horizon.copy(), checkpoints=was.checkpoints.copy())
         try:
             yield
         except BaseException:
@@ -548,17 +552,8 @@ class Timeline:
     def fork(self) -> Timeline:
         """An independent twin at the same position. Rows are shared until both have written."""
         self.abort()
-        twin, now = copy.copy(self), self._now
-        horizon, checkpoints = now.horizon.copy(), now.checkpoints.copy()
-        horizon.truncate(now.pos)
-        checkpoints.drop_after(now.pos)
-        twin._now = now._replace(
-            layers=now.layers.fork(),
-            known=now.known[: now.pos],
-            end=now.pos,
-            horizon=horizon,
-            checkpoints=checkpoints,
-        )
+        twin = copy.copy(self)
+        twin._now = self._without_redo(self._now)._replace(layers=self._now.layers.fork())
         twin.counters, twin.observer = Counters(), None
         return twin
 
@@ -637,6 +632,9 @@ class Timeline:
         affordable = (self.horizon.budget_bytes - self.horizon.base_bytes) // max(1, cost)
         return max(0, min(affordable, self.horizon.most_rows))
 
+    def _call_sizes(self, n: int) -> list[int]:
+        return call_sizes(n, self.limits.chunk_tokens, self._last_call_tokens())
+
     def _last_call_tokens(self) -> int:
         """How many rows the final call of a feed may keep tape and logits for."""
         most = min(self.limits.chunk_tokens, self._affordable_rows())
@@ -654,7 +652,7 @@ class Timeline:
         """Feed tokens in calls of at most one chunk. If these are the `last` tokens to feed, the
         final call becomes the record, and the calls within the horizon keep what it needs."""
         done, horizon = 0, min(self.limits.horizon_tokens, self._affordable_rows())
-        sizes = call_sizes(len(tokens), self.limits.chunk_tokens, self._last_call_tokens())
+        sizes = self._call_sizes(len(tokens))
         for i, size in enumerate(sizes):
             if cancel():
                 return
