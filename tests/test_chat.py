@@ -872,6 +872,18 @@ def test_continue_takes_the_latest(engine):
     again.end()
 
 
+def test_continue_passes_over_what_is_no_session(engine):
+    """Guards: one foreign or torn file in the sessions folder, and nothing can be continued."""
+    talk.chat(engine, "one", name="a").end()
+    folder = shelf.private_folder("sessions")
+    for name, text in (("notes", "my notes\n"), ("torn", '{"format": 1, "mod')):
+        (folder / f"{name}.jsonl").write_text(text)
+    (folder / "empty.jsonl").touch()
+    assert shelf.latest().stem == "a"
+    talk.chat(engine, "two", name="torn").end()
+    assert len(journal.read(shelf.path_of("torn")).transcript.line.turns) == 2
+
+
 def test_nothing_to_continue(engine):
     """Guards: a traceback for -c on a fresh machine."""
     with pytest.raises(UsageError):

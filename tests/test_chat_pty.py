@@ -463,4 +463,5 @@ def test_the_file_can_be_read_with_jq(folder):
     path = state_folder() / "sessions" / "a.jsonl"
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert records[0]["format"] == 1 and records[0]["model"] == str(folder)
-    assert [r["role"] for r in records if "role" in r] == ["user", "assistant"]
+    changes = [record for r in records for record in (r if isinstance(r, list) else [r])]
+    assert [r["role"] for r in changes if "role" in r] == ["user", "assistant"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -382,7 +383,8 @@ def stored_chat(path, *texts: str) -> Transcript:
     """A chat written to `path` and closed."""
     _, transcript = chat(*texts)
     with Journal.create(path, HEADER) as book:
-        book.record(transcript)
+        for number in range(len(texts) + 1):
+            book.record(replace(transcript, line=transcript.line.upto(number)))
     return transcript
 
 
@@ -393,7 +395,8 @@ def test_a_file_gives_the_transcript_back(path):
         book.record(transcript)
         transcript.say(writer.ask(transcript.line, user("ünï 🙂")))
         book.record(transcript)
-        cut = replace(reply("cut", attempt=2), finish_reason="cancelled", calls=({"n": 1},))
+        call = {"function": {"name": "f", "arguments": "{}"}}
+        cut = replace(reply("cut", attempt=2), finish_reason="cancelled", calls=(call,))
         transcript.say(transcript.line.plus(cut))
         book.record(transcript)
     stored = journal.read(path)
@@ -443,6 +446,105 @@ def test_a_torn_last_line_is_left_out(path, cut):
         book.record(stored.transcript)
     again = journal.read(path)
     assert again.notice is None and again.transcript.line.turns[-1].content == "other"
+
+
+def test_a_change_is_written_whole_or_not_at_all(path):
+    """Guards: a kill inside a new branch or a new model's tokens shortens or spoils the chat."""
+    writer, transcript = chat("a", "b", "c", "d")
+    with Journal.create(path, HEADER) as book:
+        book.record(transcript)
+        before, told = path.read_bytes(), journal.read(path).transcript
+        transcript.branch("other")
+        transcript.say(writer.ask(transcript.line, user("x")).plus(reply("y")))
+        book.retitle({"fingerprint": "g"})
+        book.record(transcript)
+    data = path.read_bytes()
+    for size in range(len(before), len(data), 5):
+        path.write_bytes(data[:size])
+        stored = journal.read(path)
+        assert (stored.transcript, stored.header["fingerprint"]) == (told, "f")
+    path.write_bytes(data)
+    stored = journal.read(path)
+    assert stored.transcript.line == transcript.line and stored.header["fingerprint"] == "g"
+
+
+def test_a_new_model_is_told_with_its_first_tokens(path, monkeypatch):
+    """Guards: a full disk loses the line that says whose tokens the next ones are."""
+    writer, transcript = chat("a", "b")
+    with Journal.create(path, HEADER) as book:
+        book.record(transcript)
+        real = {"write": os.write, "ftruncate": os.ftruncate}
+
+        def failing_at_second(name):
+            def call(fd, what):
+                if name not in real:
+                    raise OSError(28, "No space left on device")
+                return real.pop(name)(fd, what[:5] if name == "write" else what)
+
+            monkeypatch.setattr(os, name, call)
+
+        for name in ("write", "ftruncate"):
+            failing_at_second(name)
+        book.retitle({"fingerprint": "g"})
+        with pytest.raises(StateError, match="no space left"):
+            book.record(transcript)
+        monkeypatch.undo()
+        transcript.say(writer.ask(transcript.line, user("x")))
+        book.record(transcript)
+    stored = journal.read(path)
+    assert stored.header["fingerprint"] == "g" and stored.transcript.line == transcript.line
+
+
+@pytest.mark.parametrize("size", [0, 1, 12, 30])
+def test_a_torn_header_is_no_session(path, monkeypatch, size):
+    """Guards: a chat that was killed at its beginning takes the name for good, or is the latest."""
+    stored_chat(path, "a", "b")
+    path.write_bytes(path.read_bytes()[:size])
+    assert journal.is_unbegun(path) and not journal.is_session(path)
+    path.unlink()
+    stored_chat(path, "a", "b")
+    assert journal.is_session(path) and not journal.is_unbegun(path)
+
+
+TURN = {"branch": "main", "at": 0, "role": "user", "content": "x", "tokens": [1]}
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"at": None}, "`at`"), ({"at": -1}, "`at`"), ({"at": True}, "`at`"), ({"at": 5}, "turn 6"),
+        ({"branch": 3}, "`branch`"), ({"role": []}, "`role`"), ({"content": None}, "`content`"),
+        ({"content": "\ud800"}, "surrogate pair stands alone in `content`"),
+        ({"tokens": "12"}, "`tokens`"), ({"tokens": [1.5]}, "`tokens`"), ({"cue": "1"}, "`cue`"),
+        ({"finish_reason": 1}, "`finish_reason`"), ({"attempt": {}}, "`attempt`"),
+        ({"calls": {}}, "`calls`"), ({"calls": [{"function": {"name": "f"}}]}, "`calls`"),
+    ],
+)  # fmt: skip
+def test_fields_of_odd_types_are_named(path, change, field):
+    """Guards: a traceback, at once or at a later turn, for a file that others have written."""
+    header = json.dumps({"format": 1, **HEADER})
+    path.write_text("\n".join([header, json.dumps({**TURN, **change}), json.dumps(TURN), ""]))
+    with pytest.raises(StateError, match=rf"line 2 of session .*{field}"):
+        journal.read(path)
+
+
+@pytest.mark.parametrize("line", ["7", "[[]]", "[" * 100_000, "null", '"x"', '{"branch": "m"'])
+def test_lines_that_are_no_changes(path, line):
+    """Guards: a traceback for what is JSON but no object, or nested without end."""
+    header = json.dumps({"format": 1, **HEADER})
+    path.write_text("\n".join([header, line, json.dumps(TURN), ""]))
+    with pytest.raises(StateError, match="line 2 of session"):
+        journal.read(path)
+
+
+def test_pipes_and_folders_are_no_sessions(tmp_path):
+    """Guards: a chat that waits for ever to read a pipe that lies among the sessions."""
+    os.mkfifo(tmp_path / "p.jsonl")
+    (tmp_path / "d.jsonl").mkdir()
+    for name in ("p.jsonl", "d.jsonl"):
+        assert not journal.is_session(tmp_path / name)
+        with pytest.raises(StateError, match="not a session file"):
+            journal.read(tmp_path / name)
 
 
 @pytest.mark.parametrize(

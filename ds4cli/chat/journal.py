@@ -1,12 +1,14 @@
 """A chat on disk: JSON lines, only ever appended, so that a kill loses the open turn at most.
 
-The first line is a header: format, model, fingerprint, settings. After it, a line per turn with the
-branch it belongs to and its place there (`at`: the turns in front of it that stay), and a line for
-each change of branch, system text or course. Reading them in order gives the transcript back.
+The first line is a header: format, model, fingerprint, settings. After it, a line per change: a
+turn with the branch it belongs to and its place there (`at`: the turns in front of it that stay), a
+change of branch, system text, course or model, or a list of those that belong together. A line is
+read whole or not at all, and so is a change. Reading them in order gives the transcript back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -19,6 +21,7 @@ from ds4cli.chat.transcript import MAIN, Line, Transcript, Turn
 from ds4cli.errors import StateError, UsageError
 
 FORMAT = 1
+BEGINNING = b'{"format": '
 SUFFIX = ".jsonl"
 Record = dict[str, Any]
 
@@ -36,13 +39,52 @@ def turn_record(turn: Turn, branch: str, at: int) -> Record:
 def turn_of(record: Record) -> Turn:
     """The inverse of `turn_record`."""
     return Turn(
-        record["role"],
-        record["content"],
-        tuple(record["tokens"]),
-        record.get("cue", 0),
-        record.get("finish_reason"),
-        record.get("attempt", 0),
-        tuple(record.get("calls", ())),
+        _text(record, "role"),
+        _text(record, "content"),
+        _ids(record, "tokens"),
+        _count(record, "cue", 0),
+        None if record.get("finish_reason") is None else _text(record, "finish_reason"),
+        _count(record, "attempt", 0),
+        _calls(record),
+    )
+
+
+def _text(record: Record, name: str) -> str:
+    value = record.get(name)
+    if not isinstance(value, str):
+        raise ValueError(f"`{name}` is no text")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(f"half of a surrogate pair stands alone in `{name}`") from None
+    return value
+
+
+def _count(record: Record, name: str, default: int | None = None) -> int:
+    value = record.get(name, default)
+    if type(value) is not int or value < 0:
+        raise ValueError(f"`{name}` is no number from 0")
+    return value
+
+
+def _ids(record: Record, name: str) -> tuple[int, ...]:
+    value = record.get(name)
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise ValueError(f"`{name}` is no list of token ids")
+    return tuple(value)
+
+
+def _calls(record: Record) -> tuple[Any, ...]:
+    calls = record.get("calls", [])
+    if not isinstance(calls, list) or not all(map(_is_call, calls)):
+        raise ValueError("`calls` is no list of calls in OpenAI's form")
+    return tuple(calls)
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and all(
+        isinstance(function.get(name), str) for name in ("name", "arguments")
     )
 
 
@@ -66,19 +108,22 @@ def _line_changes(name: str, old: Line, new: Line, known: bool) -> list[Record]:
     return records + [turn_record(turn, name, at) for at, turn in turns]
 
 
-def apply(lines: dict[str, Line], record: Record) -> None:
-    """Carry out one record on the named lines."""
-    name = record["branch"]
+def apply(lines: dict[str, Line], record: Record) -> str:
+    """Carry out one record on the named lines; the name of the line that it is about."""
+    name = _text(record, "branch")
     line = lines.get(name, Line())
     if "role" in record:
-        if not 0 <= record["at"] <= len(line.turns):
-            raise ValueError(f"turn {record['at'] + 1} of branch {name} has nothing in front of it")
-        line = line.upto(record["at"]).plus(turn_of(record))
+        at = _count(record, "at")
+        if at > len(line.turns):
+            raise ValueError(f"turn {at + 1} of branch {name} has nothing in front of it")
+        line = line.upto(at).plus(turn_of(record))
     elif "keep" in record:
-        line = line.upto(record["keep"])
+        line = line.upto(_count(record, "keep"))
     elif "head" in record:
-        line = replace(line, system=record["system"], head=tuple(record["head"]))
+        system = None if record.get("system") is None else _text(record, "system")
+        line = replace(line, system=system, head=_ids(record, "head"))
     lines[name] = line
+    return name
 
 
 @dataclass(frozen=True)
@@ -97,6 +142,7 @@ class Stored:
 def read(path: Path) -> Stored:
     """Read a session file. A torn last line is left out, with a notice. StateError otherwise."""
     try:
+        _first_line(path)
         data = path.read_bytes()
     except OSError as error:
         raise StateError(f"cannot read session `{path}`: {_reason(error)}") from None
@@ -115,16 +161,43 @@ def read(path: Path) -> Stored:
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
+
+
+def is_session(path: Path) -> bool:
+    """Whether a session begins in the file."""
+    try:
+        _header(path, [_first_line(path)])
+    except (OSError, StateError):
+        return False
+    return True
+
+
+def is_unbegun(path: Path) -> bool:
+    """Whether the file holds nothing but a header that a kill has torn, or not even that."""
+    try:
+        first = _first_line(path)
+    except OSError:  # whoever reads it is told why not
+        return False
+    is_ours = first.startswith(BEGINNING) or BEGINNING.startswith(first)
+    return is_ours and not first.endswith(b"\n")
+
+
+def _first_line(path: Path) -> bytes:
+    """StateError for a folder or a pipe: that is read for ever."""
+    if path.exists() and not path.is_file():
+        raise StateError(f"`{path}` is not a session file")
+    with path.open("rb") as file:
+        return file.readline()
 
 
 def _header(path: Path, lines: Sequence[bytes]) -> Record:
     try:
         header = json.loads(lines[0])
         known = header["format"] == FORMAT
-    except (IndexError, ValueError, KeyError, TypeError):
+    except (IndexError, ValueError, KeyError, TypeError, RecursionError):
         raise StateError(f"`{path}` is not a session file") from None
     if not known:
         raise StateError(f"session `{path}` has format `{header['format']}`, not {FORMAT}")
@@ -137,13 +210,15 @@ def _replayed(path: Path, lines: Sequence[bytes], header: Record) -> Transcript:
     current = MAIN
     for number, raw in enumerate(lines, 2):
         try:
-            record = json.loads(raw)
-            if "fingerprint" in record:
-                header.update(record)
-                continue
-            current = record["branch"]
-            apply(named, record)
-        except (ValueError, KeyError, TypeError) as error:
+            change = json.loads(raw)
+            for record in change if isinstance(change, list) else [change]:
+                if not isinstance(record, dict):
+                    raise ValueError("it is no object")
+                if "fingerprint" in record:
+                    header.update(record)
+                else:
+                    current = apply(named, record)
+        except (ValueError, RecursionError) as error:
             raise StateError(f"line {number} of session `{path}` is broken: {error}") from None
     return Transcript(named.pop(current, Line()), current, named)
 
@@ -156,32 +231,36 @@ class Journal:
     _written: dict[str, Line] = field(default_factory=dict)
     _current: str = ""
     _file: int = -1
-    _nbytes: int = 0  # of the whole records in the file
+    _nbytes: int = 0  # of the whole lines in the file
+    _retitled: list[Record] = field(default_factory=list)  # a header that is not written yet
 
     @classmethod
     def create(cls, path: Path, header: Record) -> Journal:
         """A new file with its header. UsageError if there is one already."""
         journal = cls(path)
-        journal._open(os.O_CREAT | os.O_EXCL)
-        journal._append([{"format": FORMAT, **header}])
+        journal._open(os.O_CREAT)
+        try:
+            if not is_unbegun(path):
+                raise UsageError(f"there is a session `{path.stem}` already")
+            journal._append({"format": FORMAT, **header})
+        except BaseException:
+            journal.close()
+            raise
         return journal
 
     @classmethod
     def resume(cls, path: Path, stored: Stored) -> Journal:
-        """Go on with a file that was read; a torn end is cut off."""
+        """Go on with a file that was read; a torn end goes."""
         transcript = stored.transcript
         journal = cls(path, {**transcript.named, transcript.name: transcript.line}, transcript.name)
         journal._open(0)
-        journal._nbytes = stored.nbytes
-        os.ftruncate(journal._file, stored.nbytes)
+        journal._nbytes = stored.nbytes  # what was torn behind it is cut off by the first append
         return journal
 
     def _open(self, flags: int) -> None:
-        flags |= os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+        flags |= os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
         try:
             self._file = os.open(self.path, flags, 0o600)
-        except FileExistsError:
-            raise UsageError(f"there is a session `{self.path.stem}` already") from None
         except OSError as error:
             raise StateError(f"cannot write session `{self.path}`: {_reason(error)}") from None
         try:
@@ -192,33 +271,36 @@ class Journal:
                 f"session `{self.path.stem}` is open in another chat", "close it there first"
             ) from None
 
+    def retitle(self, header: Record) -> None:
+        """The tokens of what is recorded from here on are those of another model."""
+        self._retitled = [header]
+
     def record(self, transcript: Transcript) -> None:
-        """Append whatever is new in `transcript`."""
+        """Append whatever is new in `transcript`, as one line."""
         records = changes(self._written, transcript)
         last = records[-1]["branch"] if records else self._current
         if transcript.name != last:
             records.append({"branch": transcript.name})
-        self._append(records)
+        records = self._retitled + records
+        if records:
+            self._append(records[0] if len(records) == 1 else records)
+        self._retitled = []
         self._written = {**transcript.named, transcript.name: transcript.line}
         self._current = transcript.name
 
-    def retitle(self, header: Record) -> None:
-        """From here on the tokens are those of another model."""
-        self._append([header])
-
-    def _append(self, records: Sequence[Record]) -> None:
-        """Write all records and sync them, or leave the file as it was."""
-        text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    def _append(self, change: Record | list[Record]) -> None:
+        """Write a line and sync it, or leave the file as it was."""
+        text = json.dumps(change, ensure_ascii=False) + "\n"
         data = memoryview(text.encode("utf-8", "surrogatepass"))
-        if not data:
-            return
         try:
+            os.ftruncate(self._file, self._nbytes)  # what an append that failed has left
             written = 0
             while written < len(data):
                 written += os.write(self._file, data[written:])
             os.fsync(self._file)
         except OSError as error:
-            os.ftruncate(self._file, self._nbytes)
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._nbytes)
             raise StateError(f"cannot write session `{self.path}`: {_reason(error)}") from None
         self._nbytes += written
 

@@ -40,9 +40,10 @@ class ChatRequest:
         if self.resume and self.name is None:
             return shelf.latest()
         path = shelf.path_of(self.name) if self.name is not None else None
-        if self.resume and not path.exists():
+        exists = path is not None and path.exists() and not journal.is_unbegun(path)
+        if self.resume and not exists:
             raise UsageError(f"there is no session `{self.name}`", "leave out `--continue`")
-        return path if path is not None and path.exists() else None
+        return path if exists else None
 
 
 def settings_for(request: ChatRequest, settings: Settings, model_given: bool) -> Settings:

@@ -61,10 +61,10 @@ def _age(path: Path) -> float:
 
 def latest() -> Path:
     """The session that was written last. UsageError if there is none."""
-    found = names()
-    if not found:
+    found = next(filter(journal.is_session, map(path_of, names())), None)
+    if found is None:
         raise UsageError("there is no session to continue", "start one with `ds4cli chat`")
-    return path_of(found[0])
+    return found
 
 
 @dataclass(frozen=True)
