@@ -6,9 +6,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from importlib import import_module
 
 from ds4cli.backend import blas, precision
+
+# As a program: no traceback for a Ctrl-C that comes while it starts.
+_is_program = os.path.basename(sys.argv[0]) == "ds4cli" or sys.orig_argv[1:3] == ["-m", "ds4cli"]
+if _is_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # Here, because every import of a part of this package passes here before it can import mlx.
 blas.preload()

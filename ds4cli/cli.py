@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from ds4cli import __version__, settings, terminal
+from ds4cli import __version__, settings, signals, terminal
 from ds4cli.errors import DS4Error, UsageError
 from ds4cli.options import Run, long_flag, refuse_both, with_settings
 from ds4cli.settings import OPTIONS, OUTPUT
@@ -27,6 +27,13 @@ from ds4cli.settings import OPTIONS, OUTPUT
 # Every token leaves small containers behind for going back, which Python's collector of cycles
 # would walk every dozen tokens; nothing of theirs is in a cycle.
 COLLECT_AFTER = 50_000
+MEMORY_HINT = "a smaller model, a shorter prompt or less `--rewind-mb`; what is written is whole"
+NO_MEMORY = (
+    "out of memory", "insufficient memory", "cannot allocate memory", "unable to allocate",
+    "bad_alloc", "resource temporarily unavailable",
+)  # fmt: skip
+# The reader has gone, the disk is full, standard output is closed.
+OUTPUT_ERRORS = errno.EPIPE, errno.ENOSPC, errno.EBADF
 
 
 class App(TyperGroup):
@@ -37,26 +44,27 @@ class App(TyperGroup):
         words = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
         _fill_closed_streams()
-        try:
-            code = super().main(words, *rest, **extra)
-            sys.stdout.flush()
-        except Exception as error:
-            if "--debug" in words:
-                terminal.show(traceback.format_exc())
-            code = explain(error)
+        with signals.Program():
+            try:
+                code = super().main(words, *rest, **extra)
+                sys.stdout.flush()
+            except Exception as error:
+                if "--debug" in words:
+                    terminal.show(traceback.format_exc())
+                code = explain(error)
         sys.exit(code or 0)
 
 
 def _fill_closed_streams() -> None:
     """A file opened under the number of a closed stream is mistaken for it; mlx cannot read one
-    that is number 0."""
+    that is number 0. What is written to a closed stdout fails as it does elsewhere."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)
+            os.open(os.devnull, os.O_RDONLY if number == 1 else os.O_RDWR)
     if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
@@ -68,12 +76,23 @@ def explain(error: Exception) -> int:
         return error.exit_code
     if isinstance(error, TyperException):
         return _explain_usage(error)
-    if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC):
+    if isinstance(error, OSError) and error.errno in OUTPUT_ERRORS:
         return _explain_output(error)
+    if _is_out_of_memory(error):
+        terminal.fail("memory ran out", MEMORY_HINT)
+        return 1
     terminal.fail(
         f"unexpected {type(error).__name__}: {error}", "run again with `--debug` for a traceback"
     )
     return 1
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """MLX and the system say it in words, each in its own."""
+    said = str(error).lower()
+    return isinstance(error, MemoryError) or (
+        isinstance(error, (RuntimeError, OSError)) and any(words in said for words in NO_MEMORY)
+    )
 
 
 def _explain_usage(error: TyperException) -> int:
@@ -90,7 +109,7 @@ def _explain_usage(error: TyperException) -> int:
 
 
 def _explain_output(error: OSError) -> int:
-    """The reader has gone, or the disk is full."""
+    """Standard output takes no more."""
     _close_stdout()
     if error.errno != errno.EPIPE:
         terminal.fail(f"cannot write the output: {error.strerror.lower()}")

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ds4cli import terminal
+from ds4cli import signals, terminal
 from ds4cli.backend import blas, precision
 from ds4cli.errors import ModelError, UsageError
 from ds4cli.settings import Settings
@@ -70,7 +70,7 @@ def run(request: GenerateRequest, settings: Settings) -> int:
     session, said = engine.session(), len(engine.notices)
     live = request.stream and not request.as_json
     writer = terminal.ReplyWriter(live and not request.quiet and not settings.hide_reasoning)
-    with terminal.Interrupts() as interrupted:
+    with signals.Interrupts() as interrupted:
         with terminal.PrefillBar(not request.quiet) as bar:
             session.sync(tokens, cancel=interrupted, progress=bar)
         split = splitter(engine, thinks)

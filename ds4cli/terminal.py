@@ -8,15 +8,11 @@ by `write` alone. Only what a pipe gets on stdout is byte for byte the model's.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import sys
 import termios
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import COLOR_SYSTEMS, Console, ConsoleOptions, RenderableType
@@ -53,7 +49,6 @@ out = SafeConsole()
 err = SafeConsole(stderr=True)
 
 EXIT_INTERRUPTED = 130
-SHOW_CURSOR = b"\x1b[?25h"
 
 
 def is_animated() -> bool:
@@ -177,62 +172,6 @@ class ReplyWriter:
         if self._reasoning_open:
             self._reasoning_open = False
             err.print("\n")
-
-
-class Interrupts:
-    """Inside the block the first Ctrl-C sets a flag; the second leaves the process with 130.
-
-    The state of a session is consistent between blocks only, so the flag is read there. Python runs
-    signal handlers between bytecodes, but one model call may take seconds: a thread on the wake-up
-    descriptor sees the second Ctrl-C while the call still runs.
-    """
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._ours = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
-
-    def __call__(self) -> bool:
-        """Whether the user asked to stop."""
-        return self._count > 0
-
-    def __enter__(self) -> Interrupts:
-        if self._ours:
-            self._read, self._write = os.pipe()
-            os.set_blocking(self._write, False)
-            self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-            self._handler = signal.signal(signal.SIGINT, lambda *_: None)
-            self._thread = threading.Thread(target=self._watch, daemon=True)
-            self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._ours:
-            signal.signal(signal.SIGINT, self._handler)
-            signal.set_wakeup_fd(self._wakeup)
-            os.close(self._write)
-            self._thread.join()
-            os.close(self._read)
-
-    def _watch(self) -> None:
-        while number := os.read(self._read, 1):
-            self._count += number[0] == signal.SIGINT
-            if self._count > 1:
-                leave_now()
-
-
-def leave_now() -> None:
-    """End the process at once: the terminal as it was found, the cursor visible in a new line."""
-    UnseenKeys.restore()
-    if is_animated():
-        os.write(2, SHOW_CURSOR)
-    if sys.stderr.isatty():
-        os.write(2, b"\r\n")
-    os._exit(EXIT_INTERRUPTED)
 
 
 class UnseenKeys:

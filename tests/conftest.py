@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Before any test module imports mlx: one thread is fastest for products this small.
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Shells start what runs in the background with Ctrl-C ignored, and every process would inherit it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 

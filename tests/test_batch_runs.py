@@ -20,7 +20,7 @@ from batch_zygote import Zygote
 from folder import TEMPLATE, save_folder
 from typer.testing import CliRunner
 
-from ds4cli import batch, generate, terminal
+from ds4cli import batch, generate, signals
 from ds4cli.batch.requests import derived_seed
 from ds4cli.cli import app
 from ds4cli.engine.engine import Engine
@@ -280,6 +280,22 @@ def test_a_block_of_bad_lines_is_answered_with_errors(shared, folders, lines, gr
     assert len(read_jsonl("bad")) == len(lines)
 
 
+def test_a_prompt_that_fails_in_any_way_costs_one_line(shared, folders, monkeypatch):
+    """Guards: what a tokenizer or template raises while lines are planned ends the batch."""
+    encode = Shared.encode
+
+    def failing(self, text):
+        if text == "b":
+            raise OverflowError("too large to convert")
+        return encode(self, text)
+
+    monkeypatch.setattr(Shared, "encode", failing)
+    lines = [{"url": "/v1/completions", "body": {"prompt": text}} for text in "abc"]
+    assert run(write_jsonl("in", lines), "out", folders["llama"]) == 1
+    errors = [r["error"] and r["error"]["message"] for r in read_jsonl("out")]
+    assert errors[0] is errors[2] is None and "OverflowError: too large" in errors[1]
+
+
 def test_an_unexpected_failure_costs_one_line(shared, folders, monkeypatch):
     """Guards: a bug or a lack of memory in one request takes the whole batch along."""
     complete, calls = generate.complete, []
@@ -397,7 +413,7 @@ def test_progress_is_a_line_per_tenth(shared, folders):
 
 def test_an_interrupted_run_says_how_to_go_on(shared, folders, monkeypatch):
     """Guards: Ctrl-C writes half an answer as a whole one, or leaves the user without a way on."""
-    monkeypatch.setattr(terminal.Interrupts, "__call__", lambda self: os.path.exists("stop"))
+    monkeypatch.setattr(signals.Interrupts, "__call__", lambda self: os.path.exists("stop"))
     update = batch.progress.BatchProgress.update
 
     def stop_at_two(self):

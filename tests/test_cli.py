@@ -20,7 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ds4cli import generate, terminal
-from ds4cli.cli import app
+from ds4cli.cli import app, explain
 from ds4cli.settings import OPTIONS, Settings
 
 
@@ -497,3 +497,19 @@ def test_the_command_module_does_not_import_the_engine():
     tree = ast.parse(Path(generate.__file__).read_text())
     top = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     assert not any(node.module and "engine" in node.module for node in top)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("[malloc] Unable to allocate 1000000000000 bytes."),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("Resource temporarily unavailable"),
+    ],
+)
+def test_short_memory_is_said_in_one_line(error, capsys):
+    """Guards: `unexpected RuntimeError` for what the user can do something about."""
+    assert explain(error) == 1
+    assert capsys.readouterr().err.splitlines()[0] == "error: memory ran out"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -240,7 +239,7 @@ def test_a_full_disk(model_folder):
 # A model call that takes long, inside which the second Ctrl-C must be seen.
 STUCK = """
 import time
-from ds4cli.terminal import Interrupts
+from ds4cli.signals import Interrupts
 with Interrupts() as interrupted:
     print("ready", flush=True)
     time.sleep(60)
@@ -267,26 +266,24 @@ def test_on_a_terminal(model_folder):
     assert child.exitstatus == 2
 
 
-def processor_seconds(command):
-    """What the command costs. On a busy machine the wall clock measures the other programs."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
 def test_help_is_fast():
-    """Guards: an import that makes every mistyped flag cost seconds."""
-    help = [sys.executable, "-m", "ds4cli", "--help"]
-    assert min(processor_seconds(help) for _ in range(3)) < 0.4
+    """Guards: an import that makes every mistyped flag cost seconds; what costs them is counted."""
+    help = [sys.executable, "-X", "importtime", "-m", "ds4cli", "--help"]
+    done = subprocess.run(help, capture_output=True, text=True, check=True)
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "ds4cli.cli" in modules and len(modules) < 450
+    assert not {"mlx.core", "mlx_lm", "transformers", "numpy", "llguidance"} & modules
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_streams(model_folder, closed):
-    """With stdin closed the weights could not be opened; with stdout closed there was no object."""
+    """With stdin closed the weights could not be opened; with stdout closed an answer that nobody
+    got looked like success."""
     command = f"{sys.executable} -m ds4cli generate -m {model_folder} -n 2 hi {closed}"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == closed.startswith(("<&- >", ">")), done.stderr
+    if closed == ">&-":
+        assert done.stderr == "error: cannot write the output: bad file descriptor\n"
 
 
 def test_an_unknown_model_type_is_one_line(model_folder, tmp_path):

@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from toolkit import TOOLS, tokenizer
 
 from ds4cli.errors import UsageError
 from ds4cli.tools import Tool, encode_plain, load_tools, run_tool
-from ds4cli.tools.running import printable
+from ds4cli.tools.running import environment_of, printable
 from ds4cli.tools.schema import Invalid, check, types_of
 
 GOOD = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
@@ -50,6 +51,8 @@ def test_both_forms_of_a_declaration(tmp_path):
         ([GOOD, GOOD], "[1].name"),
         ([{**GOOD, "command": 3}], "[0].command"),
         ([{**GOOD, "command": 'cat "x'}], "[0].command"),
+        ([{**GOOD, "command": ["cat", "a\0b"]}], "[0].command"),
+        ([{**GOOD, "command": "cat", "env": "HF_TOKEN"}], "[0].env"),
         ([{**GOOD, "description": 3}], "[0].description"),
         ([{"name": "f", "parameters": {"type": "array"}}], "[0].parameters.type"),
         (
@@ -163,27 +166,68 @@ def test_a_command_gets_its_arguments_on_stdin():
     assert run.content == '}")x($" :"a"{' and run.exit_code == 0
 
 
-def test_a_command_that_hangs_is_stopped_with_its_children():
+def test_a_command_that_hangs_is_stopped_with_its_children(monkeypatch):
     """A tool that blocks the conversation; a child that keeps the pipe open."""
-    begin = time.perf_counter()
-    code = "import subprocess as s; p = s.Popen(['sleep', '9']); print('on', flush=True); p.wait()"
+    code = """if 1:
+        import pathlib, subprocess
+        child = subprocess.Popen(["sleep", "600"])
+        print(child.pid, flush=True); pathlib.Path("began").touch(); child.wait()"""
+    monkeypatch.setattr(time, "perf_counter", lambda: 2.0 * Path("began").exists())
     run = run_tool(python_tool(code), "{}", timeout_s=1.0)
-    assert run.timed_out and "stopped" in run.content and run.output == "on\n"
-    assert time.perf_counter() - begin < 5
+    assert run.timed_out and "stopped" in run.content
+    assert not is_running(int(run.output))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing tells whose they are")
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_leaves_the_session_ends_too(ends):
+    """Guards: `setsid` in a tool's command, and its child runs for ever."""
+    code = f"""if 1:
+        import pathlib, subprocess
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        print(child.pid, flush=True); pathlib.Path("began").touch(); {ends} or child.wait()"""
+    run = run_tool(python_tool(code), "{}", cancel=Path("began").exists)
+    assert not is_running(int(run.output))
 
 
 def test_a_stopped_command_ends_with_its_children():
     """A command that ignores SIGTERM, or its child, runs on after Ctrl-C."""
     code = """if 1:
-        import signal, subprocess, sys, time
+        import pathlib, signal, subprocess
         signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
-        print(child.pid, flush=True); time.sleep(30)"""
-    begin = time.perf_counter()
-    run = run_tool(python_tool(code), "{}", cancel=lambda: time.perf_counter() - begin > 1)
+        child = subprocess.Popen(["sleep", "600"])
+        print(child.pid, flush=True); pathlib.Path("began").touch(); child.wait()"""
+    run = run_tool(python_tool(code), "{}", cancel=Path("began").exists)
     assert run.cancelled and not run.timed_out and run.exit_code is None
-    assert time.perf_counter() - begin < 5
     assert not is_running(int(run.output))
+
+
+def test_secrets_are_not_told(monkeypatch):
+    """Guards: a command that a model may call reads the tokens of whoever runs it."""
+    secret = {"HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "PGPASSWORD", "DATABASE_URL"}
+    plain = {"HOME", "PATH", "TOKENIZERS_PARALLELISM", "KEYBOARD", "LANG"}
+    ours = dict.fromkeys(secret | plain, "x") | {"DATABASE_URL": "db://me:word@host"}
+    assert environment_of(Tool("t", "", {}), ours).keys() == plain
+    chosen = Tool("t", "", {}, env=("HF_TOKEN",))
+    assert environment_of(chosen, ours).keys() == plain | {"HF_TOKEN"}
+    monkeypatch.setenv("HF_TOKEN", "hidden")
+    run = run_tool(python_tool("import os; print(os.environ.get('HF_TOKEN'))"), "{}")
+    assert run.output == "None\n"
+
+
+def test_half_a_surrogate_pair_is_an_argument():
+    """Guards: a call whose text has one reaches the command as nothing at all."""
+    arguments = json.dumps({"a": "\ud800"}, ensure_ascii=False)
+    run = run_tool(
+        python_tool("import json, sys; print(ascii(json.load(sys.stdin)['a']))"), arguments
+    )
+    assert run.output == "'\\ud800'\n"
+
+
+def test_output_that_grows_when_it_is_made_printable_is_cut():
+    """Guards: 100 kB of NULs become 400 kB for the model to read."""
+    run = run_tool(python_tool("import sys; sys.stdout.write(chr(0) * 5000)"), "{}", max_bytes=5000)
+    assert run.truncated and len(run.output) == 5000 and run.exit_code == 0
 
 
 def is_running(pid):
@@ -210,10 +254,8 @@ def test_a_failing_command_says_so():
 
 def test_a_command_that_leaves_a_daemon_behind_still_ends():
     """Waiting for a pipe that a background process of the tool holds open."""
-    begin = time.perf_counter()
-    code = "import subprocess; subprocess.Popen(['sleep', '20']); print('done')"
-    run = run_tool(python_tool(code), "{}", timeout_s=1.5)
-    assert run.output == "done\n" and time.perf_counter() - begin < 6
+    run = run_tool(python_tool("import subprocess; subprocess.Popen(['sleep', '600'])"), "{}")
+    assert run.output == "" and run.exit_code == 0 and not run.timed_out
 
 
 def test_binary_output_is_printable():

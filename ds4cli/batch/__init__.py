@@ -16,7 +16,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ds4cli import generate, terminal
+from ds4cli import generate, signals, terminal
 from ds4cli.batch import replies
 from ds4cli.batch.lines import Lines, file_id, open_lines, take_block
 from ds4cli.batch.progress import BatchProgress
@@ -95,7 +95,7 @@ def _answer(
     total: int | None,
 ) -> int:
     planner = Planner(engine, engine.settings, tools, request.group)
-    with terminal.Interrupts() as interrupted:
+    with signals.Interrupts() as interrupted:
         runner = Runner(engine, planner, results, interrupted)
         progress = BatchProgress(runner.tally, total, not request.quiet)
         blocks = _blocks(request, engine.settings, lines, interrupted)

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ds4cli import signals
 from ds4cli.batch.lines import FileId, file_id
 from ds4cli.batch.replies import BEGINNING, differences, request_id
 from ds4cli.batch.requests import Item, name_key
@@ -337,7 +338,7 @@ class _Log:
     def append(self, data: bytes, sync: bool = True) -> int:
         """Add a line, whole or not at all; returns where it begins."""
         start, view = self.size(), memoryview(data)
-        with self._said_if_it_fails():
+        with self._said_if_it_fails(), signals.Whole():
             try:
                 while view:
                     view = view[os.write(self._fd, view) :]

@@ -94,6 +94,8 @@ class Planner:
             self.vocabulary.check_context(len(tokens))
         except DS4Error as error:
             return Job(item, error=error.message)
+        except Exception as error:  # whatever a tokenizer makes of it, the others are not to suffer
+            return Job(item, error=f"the prompt cannot be read: {type(error).__name__}: {error}")
         if not tokens:
             return Job(item, error="the prompt became no tokens at all")
         return Job(item, array("i", tokens))

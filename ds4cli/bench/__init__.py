@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds4cli import settings as options
-from ds4cli import terminal
+from ds4cli import signals, terminal
 from ds4cli.bench import files, machine, measure, plot, report
 from ds4cli.bench.matrix import Matrix, numbers
 from ds4cli.bench.matrix import read as read_matrix
@@ -84,7 +84,8 @@ def run(engine: Engine, request: BenchRequest) -> int:
     lab = Lab(engine, request.matrix, trace=request.trace)
     before = machine.doubts()
     try:
-        found = _checked(lab, request) if request.check else _measured(lab, request)
+        with signals.interrupts_raised():
+            found = _checked(lab, request) if request.check else _measured(lab, request)
     except KeyboardInterrupt:
         raise Interrupted("stopped before the end; nothing was written") from None
     notes = [*found.notes, *([CUT_NOTE] if lab.cuts else [])]

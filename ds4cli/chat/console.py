@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds4cli import terminal
+from ds4cli import signals, terminal
 from ds4cli.chat import shelf
 from ds4cli.chat.calls import Calls
 from ds4cli.chat.conversation import Conversation, Watch
@@ -229,7 +229,7 @@ class Chat:
     @contextlib.contextmanager
     def watching(self) -> Iterator[Watch]:
         """Ctrl-C as a flag."""
-        with terminal.Interrupts() as interrupted:
+        with signals.Interrupts() as interrupted:
             yield Watch(lambda: interrupted() or self.reader.was_interrupted)
 
     @contextlib.contextmanager

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ds4cli import signals
 from ds4cli.chat.transcript import MAIN, Line, Transcript, Turn
 from ds4cli.errors import StateError, UsageError
 
@@ -293,11 +294,12 @@ class Journal:
         text = json.dumps(change, ensure_ascii=False) + "\n"
         data = memoryview(text.encode("utf-8", "surrogatepass"))
         try:
-            os.ftruncate(self._file, self._nbytes)  # what an append that failed has left
-            written = 0
-            while written < len(data):
-                written += os.write(self._file, data[written:])
-            os.fsync(self._file)
+            with signals.Whole():
+                os.ftruncate(self._file, self._nbytes)  # what an append that failed has left
+                written = 0
+                while written < len(data):
+                    written += os.write(self._file, data[written:])
+                os.fsync(self._file)
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._nbytes)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ds4cli import terminal
+from ds4cli import signals, terminal
 from ds4cli.chat import commands, prompt, shelf
 from ds4cli.chat.console import Chat
 from ds4cli.chat.request import ChatRequest
@@ -25,7 +25,7 @@ def run(
     chat = Chat(engine, request, settings, tools)
     chat.reader = make_reader(chat)
     try:
-        with chat.reader:
+        with signals.interrupts_raised(), chat.reader:
             chat.begin()
             talk(chat)
     except prompt.Leave:

@@ -18,12 +18,16 @@ _OPENS = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf",
 
 @dataclass(frozen=True)
 class Tool:
-    """One declared tool. `parameters` is a JSON schema of type object."""
+    """One declared tool. `parameters` is a JSON schema of type object.
+
+    env: names of the environment variables with secrets that the command needs.
+    """
 
     name: str
     description: str
     parameters: dict
     command: tuple[str, ...] | None = None
+    env: tuple[str, ...] = ()
 
     @property
     def spec(self) -> dict:
@@ -97,7 +101,8 @@ def _read_tool(entry: Any, where: str, origin: str) -> Tool:
     parameters = inner.get("parameters", {"type": "object", "properties": {}})
     _check_parameters(parameters, f"{inside}.parameters", origin)
     command = _read_command(entry.get("command", inner.get("command")), where, origin)
-    return Tool(name, description, parameters, command)
+    env = _read_env(entry.get("env", inner.get("env", [])), where, origin)
+    return Tool(name, description, parameters, command, env)
 
 
 def _check_parameters(parameters: Any, where: str, origin: str) -> None:
@@ -119,4 +124,12 @@ def _read_command(command: Any, where: str, origin: str) -> tuple[str, ...] | No
             raise _bad(origin, f"{where}.command", f"is no command line: {error}") from None
     if not isinstance(command, list) or not command or not all(isinstance(a, str) for a in command):
         raise _bad(origin, f"{where}.command", "must be a command line, or a list of strings")
+    if any("\0" in word for word in command):
+        raise _bad(origin, f"{where}.command", "has a NUL in it, which no program can be given")
     return tuple(command)
+
+
+def _read_env(names: Any, where: str, origin: str) -> tuple[str, ...]:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise _bad(origin, f"{where}.env", "must be a list of names")
+    return tuple(names)

@@ -1,19 +1,27 @@
 """Running a tool's command when the user has said so, and its output as plain text. Nothing here
 decides to run.
+
+On Linux all that a command started ends with it. Elsewhere that is its process group: a child that
+began a session of its own outlives it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import re
 import signal
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from ds4cli import signals
 from ds4cli.errors import UsageError
 from ds4cli.escapes import escaped
 from ds4cli.tools.declared import Tool
@@ -21,6 +29,15 @@ from ds4cli.tools.declared import Tool
 _CHUNK = 65536
 _POLL_S = 0.02
 _GRACE_S = 0.2  # for output that is still in the pipe when the command has ended
+_REST_S = 5.0  # for the end of the pipe when everything that held it was killed
+_SET_CHILD_SUBREAPER = 36
+# Environment variables that hold secrets, by their names and by what is in them.
+_SECRET_NAMES = re.compile(
+    r"(^|_)(\w*token|\w*secret|\w*passw(or)?d|passphrase|\w*key|\w*credential|cookie)s?(_|$)", re.I
+)
+_SECRET_VALUES = re.compile(
+    r"://[^/@\s]*:[^/@\s]+@|\b(hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abpr]-|AKIA)\w{8}"
+)
 
 
 @dataclass(frozen=True)
@@ -58,36 +75,60 @@ def run_tool(
 ) -> ToolRun:
     """Run the tool's command without a shell, the arguments as JSON on its stdin.
 
-    stdout and stderr are read together, at most `max_bytes`; the process and what it started are
-    killed at either limit, and when `cancel()` turns true.
+    stdout and stderr are read together, at most `max_bytes`; the process is killed at either limit,
+    and when `cancel()` turns true; what it started ends with it. It does not get the secrets of our
+    environment, but for those that the tool declares.
     Raises UsageError when the tool has no command or it cannot be started.
     """
     if tool.command is None:
         raise UsageError(f"the tool `{tool.name}` has no command")
     begin = time.perf_counter()
+    with _started(tool) as process:
+        reader = _Reader(process, max_bytes)
+        _write(process, arguments_json)
+        end = _wait_for(process, reader, begin + timeout_s, cancel)
+    reader.join(_REST_S)
+    exit_code = process.wait()
+    output = printable(bytes(reader.data[:max_bytes]))
+    is_cut = reader.truncated or len(output) > max_bytes
+    seconds = time.perf_counter() - begin
+    exit_code = None if end != "ended" or reader.truncated else exit_code
+    is_late, is_cancelled = end == "late", end == "cancelled"
+    return ToolRun(output[:max_bytes], exit_code, is_late, is_cut, seconds, is_cancelled)
+
+
+@contextlib.contextmanager
+def _started(tool: Tool) -> Iterator[subprocess.Popen]:
+    """The tool's command; it and what it started are killed at the end, and should we be killed."""
+    _adopt_orphans(True)
+    others = _processes_below()
     try:
         process = subprocess.Popen(
             tool.command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            env=environment_of(tool, os.environ),
             start_new_session=True,
         )
-    except OSError as error:
-        raise UsageError(f"cannot run `{tool.command[0]}`: {error.strerror}") from error
-    reader = _Reader(process, max_bytes)
-    _write(process, arguments_json)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot run `{tool.command[0]}`: {reason}") from error
     try:
-        end = _wait_for(process, reader, begin + timeout_s, cancel)
+        with signals.before_end(lambda: _kill(process, others)):
+            yield process
     finally:
-        _kill(process)
-    reader.join(1.0)
-    exit_code = process.wait()
-    output = printable(bytes(reader.data[:max_bytes]))
-    seconds = time.perf_counter() - begin
-    exit_code = None if end != "ended" or reader.truncated else exit_code
-    is_late, is_cancelled = end == "late", end == "cancelled"
-    return ToolRun(output, exit_code, is_late, reader.truncated, seconds, is_cancelled)
+        _kill(process, others)
+        _adopt_orphans(False)
+
+
+def environment_of(tool: Tool, ours: Mapping[str, str]) -> dict[str, str]:
+    """What the tool's command may know of our environment."""
+    return {
+        name: value
+        for name, value in ours.items()
+        if name in tool.env or not (_SECRET_NAMES.search(name) or _SECRET_VALUES.search(value))
+    }
 
 
 def _wait_for(
@@ -131,15 +172,44 @@ def _write(process: subprocess.Popen, text: str) -> None:
     def write() -> None:
         # A command may end, or close its stdin, without reading all of it.
         with contextlib.suppress(OSError), process.stdin:
-            process.stdin.write(text.encode("utf-8"))
+            # Half of a surrogate pair, which JSON can hold, becomes the escape that it came as.
+            process.stdin.write(text.encode("utf-8", "backslashreplace"))
 
     threading.Thread(target=write, daemon=True).start()
 
 
-def _kill(process: subprocess.Popen) -> None:
-    """The command, if it still runs, and what it started."""
+def _kill(process: subprocess.Popen, others: set[int]) -> None:
+    """The command, if it still runs, and what it started: all that is below us but `others`."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
+    end = time.monotonic() + _REST_S
+    while (left := _processes_below() - others) and time.monotonic() < end:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+            if pid != process.pid:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+        process.poll()
+
+
+def _adopt_orphans(yes: bool) -> None:
+    """Whether processes below us that lose their parent become our children, where that exists."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
+
+
+def _processes_below() -> set[int]:
+    """Our children, theirs, and so on, in whatever session; none where there is no /proc."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    below, more = set(), {os.getpid()}
+    while more:
+        more = {pid for pid, parent in parents.items() if parent in more} - below
+        below |= more
+    return below
 
 
 def printable(data: bytes) -> str:
