@@ -153,3 +153,21 @@ def test_examples_say_how_they_are_called(path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(path), run_name="__main__")
     assert end.value.code == 0 and capsys.readouterr().out.startswith("usage:")
+
+
+def test_the_table_of_cache_kinds_is_whole():
+    """Guards: a cache kind that nobody describes, or the description of one that is gone."""
+    from ds4cli.caches.build import ADAPTERS
+
+    page = (ROOT / "ds4cli" / "caches" / "README.md").read_text(encoding="utf-8")
+    assert set(rows_of(section("The kinds", page))) == {a.__name__ for a in ADAPTERS.values()}
+
+
+def test_the_call_lists_name_what_there_is():
+    """Guards: a reader follows a step, a rewind or a repair to a function that is gone."""
+    page = (ROOT / "ds4cli" / "README.md").read_text(encoding="utf-8")
+    listed = [line.split()[0] for line in page.splitlines() if line.startswith("    ")]
+    names = {name.rpartition(".")[2] for name in listed if re.fullmatch(r"[A-Za-z_.]+", name)}
+    code = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "ds4cli").rglob("*.py"))
+    defined = set(re.findall(r"def (\w+)", code))
+    assert len(names) > 20 and names - defined == set()
