@@ -2,8 +2,7 @@
 
 A *line* is one row of a state matrix: LANES neighbouring threads hold its elements and add up what
 the whole line needs with shuffles. Rows of a call follow one another inside the kernel, so a line
-never waits for another. Numbers of rows and of sequences come with the inputs' shapes, not as
-template arguments: each set of those is compiled once more, which takes half a second.
+never waits for another. The number of rows is an argument: each set of sizes is compiled once more.
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from functools import cache
 
 import mlx.core as mx
 
+from ds4cli.hooks.cuda import compiler
+
 LANES = 8
 THREADS = 128
 
@@ -20,32 +21,31 @@ _LINE = """
   constexpr int N = WIDTH / LANES;
   const int lane = threadIdx.x % LANES;
   const int wanted = (blockIdx.x * blockDim.x + threadIdx.x) / LANES;
-  const int T = v_shape[1], lines = v_shape[0] * H * D;
   const int line = wanted < lines ? wanted : lines - 1;  // no thread leaves before the shuffles
   const int d = line % D, h = (line / D) % H, group = h / (H / G);
-  const long first = (long)(line / (D * H)) * T;
+  const long long first = (long long)(line / (D * H)) * T;
   auto total = [](float x) {
     for (int o = LANES / 2; o; o >>= 1) x += __shfl_xor_sync(0xffffffffu, x, o);
     return x;
   };
   float s[N];
-  for (int i = 0; i < N; ++i) s[i] = (float)state_in[(long)line * WIDTH + lane * N + i];
+  for (int i = 0; i < N; ++i) s[i] = number(state_in[(long long)line * WIDTH + lane * N + i]);
 """
 _END = """
   if (wanted < lines)
-    for (int i = 0; i < N; ++i) state_out[(long)line * WIDTH + lane * N + i] = (TS)s[i];
+    for (int i = 0; i < N; ++i) put(state_out[(long long)line * WIDTH + lane * N + i], s[i]);
 """
 
 # S_t = S_{t-1} diag(g_t) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T,  y_t = S_t q_t
 _DELTA = """
   float k1[N], q1[N], g1[N], v1, b1;
   auto load = [&](int t) {
-    const long row = first + t, kq = (row * G + group) * WIDTH + lane * N;
-    for (int i = 0; i < N; ++i) { k1[i] = (float)k[kq + i]; q1[i] = (float)q[kq + i]; }
+    const long long row = first + t, kq = (row * G + group) * WIDTH + lane * N;
+    for (int i = 0; i < N; ++i) { k1[i] = number(k[kq + i]); q1[i] = number(q[kq + i]); }
     for (int i = 0; i < (CHANNELS ? N : 1); ++i)
-      g1[i] = (float)g[CHANNELS ? (row * H + h) * WIDTH + lane * N + i : row * H + h];
-    v1 = (float)v[(row * H + h) * D + d];
-    b1 = (float)beta[row * H + h];
+      g1[i] = number(g[CHANNELS ? (row * H + h) * WIDTH + lane * N + i : row * H + h]);
+    v1 = number(v[(row * H + h) * D + d]);
+    b1 = number(beta[row * H + h]);
   };
   load(0);
   for (int t = 0; t < T; ++t) {
@@ -60,43 +60,48 @@ _DELTA = """
     const float update = (vt - total(known)) * bt;
     for (int i = 0; i < N; ++i) { s[i] += kt[i] * update; out += s[i] * qt[i]; }
     out = total(out);
-    if (lane == 0 && wanted < lines) y[((first + t) * H + h) * D + d] = (TY)out;
+    if (lane == 0 && wanted < lines) put(y[((first + t) * H + h) * D + d], out);
   }
 """
 
-# S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T,  y_t = S_t C_t + D x_t;  v is x
+# S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T,  y_t = S_t C_t + D x_t
 _SSD = """
-  const float A = -expf((float)A_log[h]), through = (float)D_skip[h];
+  const float A = -expf(number(A_log[h])), through = number(skip[h]);
   for (int t = 0; t < T; ++t) {
-    const long row = first + t, bc = (row * G + group) * WIDTH + lane * N;
-    const float dt = steps[row * H + h], x = (float)v[(row * H + h) * D + d];
-    const float decay = expf(A * dt), added = dt * x;
+    const long long row = first + t, bc = (row * G + group) * WIDTH + lane * N;
+    const float dt = number(steps[row * H + h]), xt = number(x[(row * H + h) * D + d]);
+    const float decay = expf(A * dt), added = dt * xt;
     float out = 0.f;
     for (int i = 0; i < N; ++i) {
-      s[i] = decay * s[i] + added * (float)B[bc + i];
-      out += s[i] * (float)C[bc + i];
+      s[i] = decay * s[i] + added * number(B[bc + i]);
+      out += s[i] * number(C[bc + i]);
     }
     out = total(out);
-    if (lane == 0 && wanted < lines) y[(row * H + h) * D + d] = (TY)(out + through * x);
+    if (lane == 0 && wanted < lines) put(y[(row * H + h) * D + d], out + through * xt);
   }
 """
 
 # S_t = S_{t-1} (diag(w_t) + a_t b_t^T) + v_t k_t^T,  y_t = S_t r_t
 _WKV = """
   for (int t = 0; t < T; ++t) {
-    const long row = ((first + t) * H + h) * WIDTH, at = row + lane * N;
+    const long long row = ((first + t) * H + h) * WIDTH, at = row + lane * N;
     float known = 0.f, out = 0.f;
-    for (int i = 0; i < N; ++i) known += s[i] * (float)a[at + i];
+    for (int i = 0; i < N; ++i) known += s[i] * number(a[at + i]);
     known = total(known);
-    const float vt = (float)v[row + d];
+    const float vt = number(v[row + d]);
     for (int i = 0; i < N; ++i) {
-      s[i] = s[i] * (float)w[at + i] + known * (float)b[at + i] + vt * (float)k[at + i];
-      out += s[i] * (float)r[at + i];
+      s[i] = s[i] * number(w[at + i]) + known * number(b[at + i]) + vt * number(k[at + i]);
+      out += s[i] * number(r[at + i]);
     }
     out = total(out);
-    if (lane == 0 && wanted < lines) y[row + d] = (TY)out;
+    if (lane == 0 && wanted < lines) put(y[row + d], out);
   }
 """
+_BODIES = {
+    "gated_delta": (("q", "k", "v", "g", "beta", "state_in"), _DELTA),
+    "ssd": (("x", "A_log", "B", "C", "skip", "steps", "state_in"), _SSD),
+    "wkv7": (("r", "w", "k", "v", "a", "b", "state_in"), _WKV),
+}
 
 
 def fits(width: int) -> bool:
@@ -113,8 +118,9 @@ def gated_delta(q, k, v, g, beta, state=None, mask=None):
     groups, width = k.shape[2:]
     if state is None:
         state = mx.zeros((v.shape[0], heads, dim, width), mx.float32)
-    sizes = {"H": heads, "G": groups, "D": dim, "WIDTH": width, "CHANNELS": g.ndim == 4}
-    return _run(_delta(), [q, k, v, g, beta, state], sizes, v.shape, q.dtype, mx.float32)
+    sizes = (heads, groups, dim, width, int(g.ndim == 4))
+    inputs = [q, k, v, g, beta, state]
+    return _run("gated_delta", inputs, sizes, v.shape, q.dtype, mx.float32)
 
 
 def ssd(x, A_log, B, C, D, dt, state=None):
@@ -127,60 +133,57 @@ def ssd(x, A_log, B, C, D, dt, state=None):
     groups, width = B.shape[2:]
     if state is None:
         state = mx.zeros((x.shape[0], heads, dim, width), mx.float32)
-    sizes = {"H": heads, "G": groups, "D": dim, "WIDTH": width}
     dtype = x.dtype if D.dtype == x.dtype else mx.float32
     inputs = [x, A_log, B, C, D, dt, state]
-    return _run(_ssd(), inputs, sizes, x.shape, dtype, state.dtype)
+    return _run("ssd", inputs, (heads, groups, dim, width, 0), x.shape, dtype, state.dtype)
 
 
 def wkv7(r, w, k, v, a, b, state):
     """RWKV-7's recurrence; all (B, T, H, D), state (B, H, D, D)."""
     heads, dim = v.shape[2:]
-    sizes = {"H": heads, "G": heads, "D": dim, "WIDTH": dim}
-    return _run(_wkv(), [r, w, k, v, a, b, state], sizes, v.shape, r.dtype, state.dtype)
-
-
-@cache
-def _delta():
-    return _kernel("gated_delta", ["q", "k", "v", "g", "beta", "state_in"], _DELTA)
-
-
-@cache
-def _ssd():
-    return _kernel("ssd", ["v", "A_log", "B", "C", "D_skip", "steps", "state_in"], _SSD)
-
-
-@cache
-def _wkv():
-    return _kernel("wkv7", ["r", "w", "k", "v", "a", "b", "state_in"], _WKV)
-
-
-def _kernel(name: str, inputs: list[str], rows: str):
-    return mx.fast.cuda_kernel(
-        name=f"ds4cli_{name}",
-        input_names=inputs,
-        output_names=["y", "state_out"],
-        source=_LINE + rows + _END,
-    )
+    inputs = [r, w, k, v, a, b, state]
+    return _run("wkv7", inputs, (heads, heads, dim, dim, 0), v.shape, r.dtype, state.dtype)
 
 
 def _run(
-    kernel,
+    name: str,
     inputs: Sequence[mx.array],
-    sizes: dict[str, int],
+    sizes: tuple[int, ...],
     shape: tuple[int, ...],
     dtype: mx.Dtype,
     state_dtype: mx.Dtype,
 ) -> tuple[mx.array, mx.array]:
-    """Outputs of `shape`, and the state."""
+    """Outputs of `shape`, and the state. sizes: heads, groups, lines of a head, their elements, and
+    whether gates are per channel."""
     state = inputs[-1]
-    threads = state.size // sizes["WIDTH"] * LANES
-    y, after = kernel(
+    lines = state.size // sizes[3]
+    y, after = mx.fast.precompiled_cuda_kernel(
+        name=name,
+        compiled_source=_compiled(name, sizes, tuple(x.dtype for x in inputs), dtype, state_dtype),
         inputs=inputs,
-        template=[("TY", dtype), ("TS", state_dtype), ("LANES", LANES), *sizes.items()],
-        grid=(-(-threads // THREADS) * THREADS, 1, 1),
-        threadgroup=(THREADS, 1, 1),
         output_shapes=[shape, state.shape],
         output_dtypes=[dtype, state_dtype],
+        scalars=[shape[1], lines],
+        grid=(-(-lines * LANES // THREADS) * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        ensure_row_contiguous=True,
     )
     return y, after
+
+
+@cache
+def _compiled(
+    name: str,
+    sizes: tuple[int, ...],
+    dtypes: tuple[mx.Dtype, ...],
+    dtype: mx.Dtype,
+    state_dtype: mx.Dtype,
+) -> bytes:
+    """The kernel for these sizes and types."""
+    names, rows = _BODIES[name]
+    types = compiler.TYPES
+    inputs = [f"{types[t]} {n}" for t, n in zip(dtypes, names, strict=True)]
+    outputs = [f"{types[dtype]} y", f"{types[state_dtype]} state_out"]
+    known = zip(("H", "G", "D", "WIDTH", "CHANNELS", "LANES"), (*sizes, LANES), strict=True)
+    constants = "".join(f"constexpr int {n} = {value}; " for n, value in known)
+    return compiler.kernel(name, inputs, outputs, ("T", "lines"), constants + _LINE + rows + _END)

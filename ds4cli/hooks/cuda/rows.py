@@ -13,20 +13,15 @@ from math import prod
 import mlx.core as mx
 
 from ds4cli.hooks import cuda
+from ds4cli.hooks.cuda import compiler
 
 # Pieces of one launch: where there are fewer, the last is named again.
-PIECES = (8, 32)
+PIECES = 32
 # From so many pieces on; `concatenate` takes one kernel for each.
 MIN_PIECES = 3
 THREADS = 256
-
-_SOURCE = """
-  long width = 1;
-  for (int i = 0; i < x0_ndim; ++i) width *= x0_shape[i];
-  const TX* pieces[] = {%s};
-  const long at = (long)blockIdx.x * blockDim.x + threadIdx.x;
-  if (at < width) y[blockIdx.y * width + at] = pieces[blockIdx.y][at];
-"""
+# By the bytes of an element: it is moved, whatever it is.
+_ELEMENTS = {2: "f16", 4: "float", 8: "double"}
 
 
 def joined(arrays: Sequence[mx.array]) -> mx.array:
@@ -35,8 +30,7 @@ def joined(arrays: Sequence[mx.array]) -> mx.array:
         return mx.contiguous(arrays[0])
     if not (cuda.is_on() and pays(arrays)):
         return mx.concatenate(arrays, axis=1)
-    most = PIECES[-1]
-    parts = [_gathered(arrays[i : i + most]) for i in range(0, len(arrays), most)]
+    parts = [_gathered(arrays[i : i + PIECES]) for i in range(0, len(arrays), PIECES)]
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 
 
@@ -48,27 +42,31 @@ def pays(arrays: Sequence[mx.array]) -> bool:
 
 
 def _gathered(arrays: Sequence[mx.array]) -> mx.array:
-    """At most PIECES[-1] arrays of one shape and type, joined by one launch."""
+    """At most PIECES arrays of one shape and type, joined by one launch."""
     count, first = len(arrays), arrays[0]
-    size = next(n for n in PIECES if n >= count)
     width = prod(first.shape)
-    (y,) = _kernel(size)(
-        inputs=[*arrays, *[arrays[-1]] * (size - count)],
-        template=[("TX", first.dtype)],
-        grid=(-(-width // THREADS) * THREADS, count, 1),
-        threadgroup=(THREADS, 1, 1),
+    (y,) = mx.fast.precompiled_cuda_kernel(
+        name="join",
+        compiled_source=_compiled(first.dtype.size),
+        inputs=[*arrays, *[arrays[-1]] * (PIECES - count)],
         output_shapes=[(1, count * first.shape[1], *first.shape[2:])],
         output_dtypes=[first.dtype],
+        scalars=[width],
+        grid=(-(-width // THREADS) * THREADS, count, 1),
+        threadgroup=(THREADS, 1, 1),
+        ensure_row_contiguous=True,
     )
     return y
 
 
 @cache
-def _kernel(size: int):
-    names = [f"x{i}" for i in range(size)]
-    return mx.fast.cuda_kernel(
-        name=f"ds4cli_join_{size}",
-        input_names=names,
-        output_names=["y"],
-        source=_SOURCE % ", ".join(names),
-    )
+def _compiled(size: int) -> bytes:
+    kind = _ELEMENTS[size]
+    names = [f"x{i}" for i in range(PIECES)]
+    body = f"""
+  const {kind}* pieces[] = {{{", ".join(names)}}};
+  const int at = blockIdx.x * blockDim.x + threadIdx.x;
+  if (at < width) y[(long long)blockIdx.y * width + at] = pieces[blockIdx.y][at];
+"""
+    inputs = [f"{kind} {name}" for name in names]
+    return compiler.kernel("join", inputs, [f"{kind} y"], ("width",), body)
