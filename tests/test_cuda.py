@@ -6,7 +6,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 import tiny
-from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.models.gated_delta import gated_delta_ops
 from mlx_lm.models.rwkv7 import _wkv7_step_ops
 from mlx_lm.models.ssm import compute_dt, ssm_attn, ssm_update
@@ -108,6 +108,23 @@ def test_other_sizes_of_values_and_more_sequences():
     mask = seen & window(4, 9, 9)
     want = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=mask)
     assert error(bound()(q, k, v, None, 0.3, mask), want) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_rows_beyond_the_last_key_change_nothing(name, monkeypatch):
+    """Guards: keys that were cut off, or not written yet, and are seen."""
+    widths = []
+    run = attention.products
+    monkeypatch.setattr(attention, "products", lambda *a: widths.append(a[1].shape[2]) or run(*a))
+    q, k, v = inputs(5, 90)
+    cache = KVCache()
+    cache.update_and_fetch(*(mx.random.normal((1, 2, 200, 16)) for _ in range(2)))
+    cache.trim(200)
+    keys, values = cache.update_and_fetch(k, v)
+    mask = MASKS[name](5, 90)
+    want = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=mask)
+    assert error(bound()(q, keys, values, cache, 0.3, mask), want) < TOLERANCE
+    assert widths == [90 if name.startswith("added") else 128]
 
 
 def test_a_row_that_sees_nothing_is_not_nan():

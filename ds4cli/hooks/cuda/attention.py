@@ -4,17 +4,22 @@ With the context growing, MLX's fused attention meets a new number of keys at ev
 CUDA it then makes a plan: tens of milliseconds for a block of a 7B model, whatever its size. Plain
 products need none. Queries that share a head of keys become rows of one product, so nothing is
 repeated; scale and mask are part of that product.
+
+Products are chosen by their sizes too, and a graph of other kernels is made anew. So keys are taken
+in whole steps of KEY_STEP where the cache's buffer has as many rows; what lies beyond the last key
+is masked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import base
+from mlx_lm.models.cache import KVCache
 
 from ds4cli.hooks import cuda
 from ds4cli.hooks.rebind import Swaps, calls, rebound
@@ -25,6 +30,8 @@ NAME = "scaled_dot_product_attention"
 MIN_ROWS, MAX_ROWS = 2, 256
 # Scores of all heads at once: a quarter of a gigabyte in half precision, for the length of a layer.
 MAX_SCORES = 2**27
+# Keys a product is made for: a multiple of this. Rows of odd length have slower kernels, too.
+KEY_STEP = 64
 # Masks kept in the form that the product adds; a model with windows has two kinds of layers.
 KEPT_MASKS = 2
 
@@ -72,7 +79,11 @@ def _by_rows(attention: Callable) -> Callable:
         _, heads, rows, _ = queries.shape
         plain = rows >= MIN_ROWS and not hasattr(cache, "bits")
         if plain and pays(rows, keys.shape[2], heads) and _alike(queries, keys, values):
-            return products(queries, keys, values, scale, mask, sinks, biases)
+            known, groups = keys.shape[2], keys.shape[1]
+            keys, values = _in_steps(keys, values, cache, mask)
+            sizes = Sizes(rows, known, keys.shape[2], groups, heads // groups)
+            bias = biases.bias(mask, sizes, queries.dtype)
+            return products(queries, keys, values, scale, bias, sinks)
         return attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
 
     return scaled_dot_product_attention
@@ -82,25 +93,38 @@ def _alike(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
     return queries.dtype == keys.dtype == values.dtype
 
 
+def _in_steps(
+    keys: mx.array, values: mx.array, cache: Any, mask: mx.array | str | None
+) -> tuple[mx.array, mx.array]:
+    """The same rows and, where the buffer they lie in has them, more up to a multiple of KEY_STEP.
+
+    A buffer is made of zeros, and what was cut off is numbers: nothing there spoils a product.
+    """
+    known = keys.shape[2]
+    wanted = -(-known // KEY_STEP) * KEY_STEP
+    if not isinstance(cache, KVCache) or cache.offset != known or _is_added(mask):
+        return keys, values
+    if not known < wanted <= cache.keys.shape[2]:
+        return keys, values
+    return cache.keys[:, :, :wanted], cache.values[:, :, :wanted]
+
+
 def products(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
     scale: float,
-    mask: mx.array | str | None,
+    bias: mx.array | None,
     sinks: mx.array | None,
-    biases: Biases,
 ) -> mx.array:
     """What `mx.fast.scaled_dot_product_attention` computes, (B, H, L, Dv).
 
-    queries (B, H, L, D), keys (B, G, n, D), values (B, G, n, Dv). mask: "causal", booleans or what
-    is added, up to (B, H, L, n). sinks (H,): logits of a key that everyone sees and nobody reads.
+    queries (B, H, L, D), keys (B, G, n, D), values (B, G, n, Dv). bias: see `Biases`. sinks (H,):
+    logits of a key that everyone sees and nobody reads.
     """
     batch, heads, rows, dim = queries.shape
     groups = keys.shape[1]
-    repeats = heads // groups
-    q = queries.reshape(batch, groups, repeats * rows, dim)
-    bias = biases.bias(mask, rows, keys.shape[2], groups, repeats, q.dtype)
+    q = queries.reshape(batch, groups, heads // groups * rows, dim)
     if bias is None:
         scores = (q * scale) @ keys.swapaxes(-1, -2)
     else:
@@ -108,7 +132,7 @@ def products(
     if sinks is None:
         weights = mx.softmax(scores, axis=-1, precise=True)
     else:
-        weights = _beside_sinks(scores, sinks, repeats)
+        weights = _beside_sinks(scores, sinks, heads // groups)
     return (weights @ values).reshape(batch, heads, rows, values.shape[-1])
 
 
@@ -121,51 +145,63 @@ def _beside_sinks(scores: mx.array, sinks: mx.array, repeats: int) -> mx.array:
     return mx.softmax(mx.concatenate([scores, column], axis=-1), axis=-1, precise=True)[..., :-1]
 
 
+class Sizes(NamedTuple):
+    """Of one call: rows, keys, columns of the product (keys and what is masked beyond them), heads
+    of keys, and heads of queries for each of those."""
+
+    rows: int
+    keys: int
+    columns: int
+    groups: int
+    repeats: int
+
+
 class Biases:
     """Masks as arrays that a product adds; all layers of a call share one."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Any, tuple, mx.array]] = []  # mask, sizes, what it became
+        self._kept: list[tuple[Any, tuple, mx.array]] = []  # mask, sizes and type, what it became
 
-    def bias(
-        self,
-        mask: mx.array | str | None,
-        rows: int,
-        keys: int,
-        groups: int,
-        repeats: int,
-        dtype: mx.Dtype,
-    ) -> mx.array | None:
-        """(B or 1, G or 1, repeats * rows, keys), or None where nothing is masked."""
-        if mask is None:
+    def bias(self, mask: mx.array | str | None, sizes: Sizes, dtype: mx.Dtype) -> mx.array | None:
+        """(B or 1, G or 1, repeats * rows, columns), or None where nothing is masked."""
+        if mask is None and sizes.keys == sizes.columns:
             return None
-        sizes = rows, keys, groups, repeats, dtype
-        if not isinstance(mask, str) and mask.dtype != mx.bool_:  # made anew for each layer
-            return _folded(mask.astype(dtype), *sizes[:4])
-        for kept, kept_sizes, bias in self._kept:
+        if _is_added(mask):  # made anew for each layer
+            return _folded(mask.astype(dtype), sizes)
+        for kept, key, bias in self._kept:
             same = kept is mask or (isinstance(kept, str) and isinstance(mask, str))
-            if same and kept_sizes == sizes:
+            if same and key == (sizes, dtype):
                 return bias
-        bias = _folded(_added(mask, rows, keys, dtype), *sizes[:4])
-        self._kept = [(mask, sizes, bias), *self._kept[: KEPT_MASKS - 1]]
+        bias = _folded(_added(mask, sizes, dtype), sizes)
+        self._kept = [(mask, (sizes, dtype), bias), *self._kept[: KEPT_MASKS - 1]]
         return bias
 
 
-def _added(mask: mx.array | str, rows: int, keys: int, dtype: mx.Dtype) -> mx.array:
+def _is_added(mask: mx.array | str | None) -> bool:
+    return isinstance(mask, mx.array) and mask.dtype != mx.bool_
+
+
+def _added(mask: mx.array | str | None, sizes: Sizes, dtype: mx.Dtype) -> mx.array:
     """0 where a row sees a key, a number far below every score elsewhere."""
+    columns, beyond = mx.arange(sizes.columns), sizes.columns - sizes.keys
     if isinstance(mask, str):
-        mask = mx.arange(keys - rows, keys)[:, None] >= mx.arange(keys)[None]
+        mask = mx.arange(sizes.keys - sizes.rows, sizes.keys)[:, None] >= columns[None]
+    elif mask is None:
+        mask = columns[None] < sizes.keys
+    elif beyond:
+        mask = mx.broadcast_to(mask, (*mask.shape[:-1], sizes.keys))
+        mask = mx.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, beyond)])
     # Half of the least number: a score added to it does not overflow, so that a row that sees
     # nothing becomes an average, as with MLX's own mask, and not nan.
     return mx.where(mask, mx.array(0, dtype), mx.array(mx.finfo(dtype).min / 2, dtype))
 
 
-def _folded(mask: mx.array, rows: int, keys: int, groups: int, repeats: int) -> mx.array:
+def _folded(mask: mx.array, sizes: Sizes) -> mx.array:
     """A mask up to (B, H, L, n) for queries whose heads of one group are rows."""
     mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
     batch, heads = mask.shape[:2]
-    outer = groups if heads > 1 else 1
-    inner = heads // outer
-    mask = mask.reshape(batch, outer, inner, *mask.shape[2:])
-    mask = mx.broadcast_to(mask, (batch, outer, repeats, rows, keys))
-    return mask.reshape(batch, outer, repeats * rows, keys)
+    outer = sizes.groups if heads > 1 else 1
+    mask = mask.reshape(batch, outer, heads // outer, *mask.shape[2:])
+    shape = (batch, outer, sizes.repeats, sizes.rows, sizes.columns)
+    mask = mx.broadcast_to(mask, shape)
+    return mask.reshape(batch, outer, sizes.repeats * sizes.rows, sizes.columns)
