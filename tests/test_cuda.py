@@ -148,9 +148,10 @@ def test_masks_of_two_kinds_of_layers_are_kept_apart():
 def test_which_calls_take_products():
     """Guards: products where MLX's kernels win, or scores that fill the card."""
     assert not attention.pays(1, 10, 10) and attention.pays(2, 4000, 32)
-    assert attention.pays(attention.MAX_ROWS, 10, 10)
-    assert not attention.pays(attention.MAX_ROWS + 1, 10, 10)
-    assert not attention.pays(attention.MAX_ROWS, attention.MAX_SCORES // attention.MAX_ROWS, 2)
+    most = attention.MAX_ROWS
+    assert attention.pays(most, most + 7, 10) and not attention.pays(most + 1, most + 7, 10)
+    assert not attention.pays(most, 2 * most, 10), "the second chunk of every prompt"
+    assert not attention.pays(most, attention.MAX_SCORES // most + 1, 1)
 
 
 def test_one_row_long_calls_and_packed_caches_stay_as_they_are(monkeypatch):

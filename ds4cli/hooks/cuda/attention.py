@@ -25,9 +25,11 @@ from ds4cli.hooks import cuda
 from ds4cli.hooks.rebind import Swaps, calls, rebound
 
 NAME = "scaled_dot_product_attention"
-# Calls of so many rows take the products. One row has a kernel that needs no plan; calls of a whole
-# chunk of a prompt have sizes that come again.
-MIN_ROWS, MAX_ROWS = 2, 256
+# Calls of so many rows take the products; one row has a kernel that needs no plan.
+MIN_ROWS, MAX_ROWS = 2, 512
+# Rows and keys that are both multiples of this come again, as in the chunks of every prompt: their
+# plan is made once.
+CHUNK = 256
 # Scores of all heads at once: a quarter of a gigabyte in half precision, for the length of a layer.
 MAX_SCORES = 2**27
 # Keys a product is made for: a multiple of this. Rows of odd length have slower kernels, too.
@@ -38,7 +40,8 @@ KEPT_MASKS = 2
 
 def pays(rows: int, keys: int, heads: int) -> bool:
     """Whether a call of so many rows is faster as products. Measured on an H200, see README."""
-    return MIN_ROWS <= rows <= MAX_ROWS and rows * keys * heads <= MAX_SCORES
+    fits = MIN_ROWS <= rows <= MAX_ROWS and rows * keys * heads <= MAX_SCORES
+    return fits and (rows % CHUNK != 0 or keys % CHUNK != 0)
 
 
 def use(model: nn.Module) -> Swaps:
