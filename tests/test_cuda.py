@@ -14,7 +14,7 @@ from mlx_lm.models.ssm import compute_dt, ssm_attn, ssm_update
 from ds4cli.bench.reference import stock
 from ds4cli.hooks import cuda, delta
 from ds4cli.hooks.cuda import attention, kernels, recurrences, rows
-from ds4cli.tape import Recorder, self_check
+from ds4cli.tape import Recorder, arrays_caches, self_check
 
 pytestmark = pytest.mark.filterwarnings("error")
 needs_cuda = pytest.mark.skipif(not cuda.is_on(), reason="needs CUDA and DS4CLI_TEST_DEVICE=gpu")
@@ -265,6 +265,30 @@ def test_replays_take_the_kernel(taken, name):
     assert 2 in taken
 
 
+def test_states_inside_a_long_call_come_from_one_launch(taken, monkeypatch):
+    """Guards: a prompt that is cut into launches, or states whose rows are miscounted."""
+
+    def plain_stops(*args, stop_rows):
+        data, state, states = args[:5], args[5], []
+        for end in range(stop_rows, data[0].shape[1], stop_rows):
+            states.append(gated_delta_ops(*(x[:, :end] for x in data), state)[1])
+        return *gated_delta_ops(*data, state), states
+
+    monkeypatch.setattr(kernels, "gated_delta_stops", plain_stops)
+    model = armed("qwen3_next")
+    recorder, caches = Recorder.arm(model), make_prompt_cache(model)
+    recurrent = arrays_caches(caches)
+    with recorder.recording(recurrent, stop_rows=4) as tape:
+        model(tiny.ids(10)[None], cache=caches)
+    assert tape.stops() == [4, 8]
+    fresh = make_prompt_cache(model)
+    model(tiny.ids(10)[None, :8], cache=fresh)
+    starts = [[None] * len(c.cache) for c in recurrent]
+    want = [x for c in arrays_caches(fresh) for x in c.cache]
+    got = [x for slots in tape.replay(starts, 8) for x in slots]
+    assert all(error(a, b) < 2e-5 for a, b in zip(got, want, strict=True))
+
+
 def test_masked_rows_leave_the_state_alone(taken):
     """Guards: padding that moves a Mamba-2 state."""
     update = recurrences._as_kernel(ssm_update)
@@ -332,6 +356,20 @@ def close(got, want, tolerance):
     for a, b in zip(got, want, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         assert error(a.astype(mx.float32), b.astype(mx.float32)) < tolerance
+
+
+@needs_cuda
+@pytest.mark.parametrize("n", [100, 128, 300, 384])
+def test_states_at_stops_are_those_of_shorter_calls(n):
+    """Guards: a state that goes out a row early or late, or a stop at the very end of a call."""
+    args = delta_inputs(n, False)
+    y, after, states = kernels.gated_delta_stops(*args, stop_rows=128)
+    close((y, after), kernels.gated_delta(*args), 1e-6)
+    ends = list(range(128, n, 128))
+    assert len(states) == len(ends)
+    for end, state in zip(ends, states, strict=True):
+        head = (x[:, :end] for x in args[:5])
+        assert error(state, kernels.gated_delta(*head, args[5])[1]) < 1e-6
 
 
 @needs_cuda

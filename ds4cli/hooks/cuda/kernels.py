@@ -61,6 +61,7 @@ _DELTA = """
     for (int i = 0; i < N; ++i) { s[i] += kt[i] * update; out += s[i] * qt[i]; }
     out = total(out);
     if (lane == 0 && wanted < lines) put(y[((first + t) * H + h) * D + d], out);
+    keep(t + 1);
   }
 """
 
@@ -97,6 +98,16 @@ _WKV = """
     if (lane == 0 && wanted < lines) put(y[row + d], out);
   }
 """
+# After every so many rows but the last, the state goes out.
+_KEEP = """
+  auto keep = [&](int done) {{
+    if (done % {stop_rows} != 0 || done >= T || wanted >= lines) return;
+    {state}* const stops[] = {{{names}}};
+    {state}* const to = stops[done / {stop_rows} - 1] + (long long)line * WIDTH + lane * N;
+    for (int i = 0; i < N; ++i) put(to[i], s[i]);
+  }};
+"""
+_KEEP_NONE = "auto keep = [](int) {};"
 _BODIES = {
     "gated_delta": (("q", "k", "v", "g", "beta", "state_in"), _DELTA),
     "ssd": (("x", "A_log", "B", "C", "skip", "steps", "state_in"), _SSD),
@@ -111,16 +122,25 @@ def fits(width: int) -> bool:
 
 def gated_delta(q, k, v, g, beta, state=None, mask=None):
     """What mlx-lm's `gated_delta_ops` computes; arguments as for `ds4cli.hooks.delta.chunked`."""
+    y, after, _ = gated_delta_stops(q, k, v, g, beta, state, mask)
+    return y, after
+
+
+def gated_delta_stops(q, k, v, g, beta, state=None, mask=None, stop_rows=0):
+    """The same, and the states after every `stop_rows` rows before the last (0: none)."""
     if mask is not None:
         beta = mx.where(mask[..., None], beta, 0)
         g = mx.where(mask.reshape(*mask.shape, *[1] * (g.ndim - 2)), g, 1)
-    heads, dim = v.shape[2:]
+    rows, heads, dim = v.shape[1:]
     groups, width = k.shape[2:]
     if state is None:
         state = mx.zeros((v.shape[0], heads, dim, width), mx.float32)
     sizes = (heads, groups, dim, width, int(g.ndim == 4))
-    inputs = [q, k, v, g, beta, state]
-    return _run("gated_delta", inputs, sizes, v.shape, q.dtype, mx.float32)
+    inputs, stops = [q, k, v, g, beta, state], (rows - 1) // stop_rows if stop_rows else 0
+    y, after, *states = _run(
+        "gated_delta", inputs, sizes, v.shape, q.dtype, mx.float32, (stops, stop_rows)
+    )
+    return y, after, states
 
 
 def ssd(x, A_log, B, C, D, dt, state=None):
@@ -152,23 +172,23 @@ def _run(
     shape: tuple[int, ...],
     dtype: mx.Dtype,
     state_dtype: mx.Dtype,
-) -> tuple[mx.array, mx.array]:
-    """Outputs of `shape`, and the state. sizes: heads, groups, lines of a head, their elements, and
-    whether gates are per channel."""
-    state = inputs[-1]
-    lines = state.size // sizes[3]
-    y, after = mx.fast.precompiled_cuda_kernel(
+    stops: tuple[int, int] = (0, 0),
+) -> list[mx.array]:
+    """Outputs of `shape`, the state, and the states at the stops (how many, rows between them).
+    sizes: heads, groups, lines of a head, their elements, and whether gates are per channel."""
+    state, states = inputs[-1], 1 + stops[0]
+    lines, dtypes = state.size // sizes[3], tuple(x.dtype for x in inputs)
+    return mx.fast.precompiled_cuda_kernel(
         name=name,
-        compiled_source=_compiled(name, sizes, tuple(x.dtype for x in inputs), dtype, state_dtype),
+        compiled_source=_compiled(name, sizes, dtypes, dtype, state_dtype, stops),
         inputs=inputs,
-        output_shapes=[shape, state.shape],
-        output_dtypes=[dtype, state_dtype],
+        output_shapes=[shape, *[state.shape] * states],
+        output_dtypes=[dtype, *[state_dtype] * states],
         scalars=[shape[1], lines],
         grid=(-(-lines * LANES // THREADS) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         ensure_row_contiguous=True,
     )
-    return y, after
 
 
 @cache
@@ -178,12 +198,17 @@ def _compiled(
     dtypes: tuple[mx.Dtype, ...],
     dtype: mx.Dtype,
     state_dtype: mx.Dtype,
+    stops: tuple[int, int],
 ) -> bytes:
-    """The kernel for these sizes and types."""
+    """The kernel for these sizes, types and stops."""
     names, rows = _BODIES[name]
     types = compiler.TYPES
     inputs = [f"{types[t]} {n}" for t, n in zip(dtypes, names, strict=True)]
-    outputs = [f"{types[dtype]} y", f"{types[state_dtype]} state_out"]
+    count, stop_rows = stops
+    kept, state = [f"stop{i}" for i in range(count)], types[state_dtype]
+    outputs = [f"{types[dtype]} y", *(f"{state} {n}" for n in ("state_out", *kept))]
+    keep = _KEEP.format(stop_rows=stop_rows, state=state, names=", ".join(kept))
+    rows = (keep if count else _KEEP_NONE) + rows
     known = zip(("H", "G", "D", "WIDTH", "CHANNELS", "LANES"), (*sizes, LANES), strict=True)
     constants = "".join(f"constexpr int {n} = {value}; " for n, value in known)
     return compiler.kernel(name, inputs, outputs, ("T", "lines"), constants + _LINE + rows + _END)

@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ds4cli.hooks import delta
+from ds4cli.hooks.cuda import kernels
 from ds4cli.hooks.rebind import Swaps, calls, derived, rebound, with_globals
 from ds4cli.tape import frames
 from ds4cli.tape.families.short_conv import arm_convolutions
@@ -111,6 +112,9 @@ def _in_pieces(
 ) -> tuple[mx.array, list[tuple[int, mx.array]]]:
     """All outputs, and the states after every `size` rows and the last, with their row numbers."""
     ys, states, total = [], [], data[0].shape[1]
+    if delta.runs_alone(data[0].shape[-1]):
+        y, last, inside = kernels.gated_delta_stops(*data, state, stop_rows=size)
+        return y, [*((size * (i + 1), s) for i, s in enumerate(inside)), (total, last)]
     for start in range(0, total, size):
         y, state = recurrence(*(x[:, start : start + size] for x in data), state, None)
         ys.append(y)
