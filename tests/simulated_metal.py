@@ -9,11 +9,14 @@ in half precision.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 
 import mlx.core as mx
 from mlx_lm.models import gated_delta, ssm
+
+from ds4cli.tape.families import delta_rule
 
 LANES = 32  # a kernel gives each of so many lanes an equal share of a row
 
@@ -30,6 +33,9 @@ def install(monkeypatch) -> list[str]:
         kernels.append((import_module("mlx_lm.models.rwkv7"), wkv7_kernel))
     for module, kernel in kernels:
         monkeypatch.setattr(module, kernel.__name__, _noting(kernel, calls))
+    # Classes made before have the other kernels in them, and those made now must not stay.
+    made = cache(delta_rule._recording.__wrapped__)
+    monkeypatch.setattr(delta_rule, "_recording", made)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     return calls
