@@ -621,7 +621,7 @@ def test_a_tool_that_prints_too_much(hybrid_folder, monkeypatch, capfd, printed)
 def hermes(monkeypatch):
     """Tool calls as Hermes writes them, whatever the template says."""
     found = FORMATS["json_tools"]
-    monkeypatch.setattr("ds4cli.tools.guard.detect_format", lambda _: found)
+    monkeypatch.setattr("ds4cli.tools.guard.require_format", lambda _: found)
 
 
 def test_edited_arguments_are_the_calls(engine, hermes):

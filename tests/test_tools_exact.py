@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import regex
+from test_tools_guard import intro, text_of
 from test_tools_parse import BODIES
 from toolkit import EOS, TOOLS, tokenizer
 
@@ -28,6 +29,7 @@ GOOD = {
     "minimax_m2": '<minimax:tool_call>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
 }
 LENGTH = 140
+NAMES = [tool.name for tool in TOOLS]
 
 
 class FakeModel:
@@ -118,7 +120,7 @@ class Loop:
     def masked(self, fmt) -> list[int]:
         """The reference: the whole text is read again at every step, and the mask is always on."""
         grammar = grammar_for(self.wrapper, fmt, TOOLS)
-        opening = regex.compile(fmt.opening())
+        opening = regex.compile(fmt.opening(NAMES))
         tokens: list[int] = []
         while len(tokens) < LENGTH:
             text = self._text(tokens)
@@ -200,20 +202,29 @@ def test_repair_equals_masking_from_the_start(name, temp):
 
 # The fake model spells one character per byte, so no DeepSeek; others share its styles.
 OTHERS = [n for n, f in FORMATS.items() if n not in BAD and (f.start + f.end).isascii()]
-# A call's name is a part of what opens it: the reference masks only what follows that.
-NAME_OPENS = ("glm47", "laguna", "longcat")
+
+
+def name_opens(name: str) -> bool:
+    """A call's name is a part of what opens it: the reference masks only what follows that."""
+    fmt = FORMATS[name]
+    text = fmt.start + BODIES[name].partition("get_weather")[0] + "g"
+    return regex.search(fmt.opening(NAMES), text) is None
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_repair_equals_masking_in_every_format(name):
     """Guards: a format whose repairs give other text than its grammar, with drafts or without."""
     wrapper, fmt = tokenizer(name), FORMATS[name]
-    script = "x" + fmt.start + BODIES[name].replace("weather", "weathr").replace("city", "ciy")
+    script = (
+        intro(name, "x")
+        + text_of(name).partition(BODIES[name])[0]
+        + BODIES[name].replace("weather", "weathr").replace("city", "ciy")
+    )
     loop = Loop(wrapper, FakeModel(wrapper, script + fmt.end, 1, chaos=0.0), 0.0)
     plain, repairs = loop.guarded(Guard(wrapper, TOOLS))
     drafted, _ = loop.guarded(Guard(wrapper, TOOLS), copying(plain, 1))
     assert repairs and plain == drafted
-    if name not in NAME_OPENS and fmt.end:
+    if not name_opens(name) and fmt.end:
         assert plain == loop.masked(fmt)
 
 

@@ -17,7 +17,13 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 
 def text_of(name: str) -> str:
     fmt = FORMATS[name]
-    return fmt.start + BODIES[name] + fmt.end + ("" if fmt.end else EOS)
+    start = "" if fmt.bare else fmt.start
+    return start + BODIES[name] + fmt.end + ("" if fmt.end else EOS)
+
+
+def intro(name: str, text: str = "Well, x") -> str:
+    """Prose that may stand in front of a call."""
+    return "" if FORMATS[name].bare else text
 
 
 def wrapper_for(name: str):
@@ -39,14 +45,14 @@ def test_calls_are_found_however_tokens_fall(name, split, grammar):
     """Markers merged with their neighbours (`>\\n` as one token) or split are missed."""
     wrapper = wrapper_for(name)
     guard = Guard(wrapper, TOOLS, use_grammar=grammar)
-    text = "Well, x" + text_of(name)
+    text = intro(name) + text_of(name)
     split = split and not set(encode(wrapper, text)) & wrapper.eos_token_ids
     steps = play(guard, wrapper, text, chars=split)
     assert events(steps) == ["open", "closed"], [s.reason for s in steps if s.reason]
     (call,) = steps[-1].calls
     assert (call.name, call.arguments, call.notes) == ("get_weather", '{"city": "Paris"}', ())
     assert call.openai()["id"] == f"call_{steps[-1].opened}_0"
-    assert shown(steps) == "Well, x"
+    assert shown(steps) == intro(name)
 
 
 def test_any_tokenisation_gives_the_same():
@@ -94,6 +100,57 @@ def test_text_that_only_mentions_a_marker_stays_prose(text):
     assert shown(steps) + guard.finish("stop").emit == text
 
 
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_examples_of_calls_stay_prose(name):
+    """A call shown in a code block, or quoted, is executed."""
+    fmt, wrapper = FORMATS[name], wrapper_for(name)
+    call = text_of(name).removesuffix(EOS).removesuffix("<|call|>")
+    for text in (f"Like so:\n```xml\n{call}\n```\nIt calls.", f"Write `{call}` for that."):
+        guard = Guard(wrapper, TOOLS)
+        steps = play(guard, wrapper, text)
+        end = guard.finish("stop")
+        assert not events(steps) and shown(steps) + end.emit == text, name
+        assert fmt.bare or ("code block" in end.reason) == ("xml" in text)
+
+
+def test_a_call_in_a_code_block_that_never_closes_is_not_lost():
+    """A reply that ends with a call is prose because of a fence somewhere before it."""
+    wrapper = tokenizer()
+    guard = Guard(wrapper, TOOLS)
+    assert not events(play(guard, wrapper, f"So:\n```\n{CALL}"))
+    (call,) = guard.finish("stop").calls
+    assert call.name == "get_weather" and "code block" in call.notes[0]
+
+
+WITHOUT_MARKER = {
+    "qwen3_coder": BODIES["qwen3_coder"].strip() + "\n",
+    "seed_oss": BODIES["seed_oss"].strip() + "\n",
+    "kimi_k2": BODIES["kimi_k2"],
+    "harmony": " to=get_weather<|channel|>commentary json<|message|>" + '{"city": "Paris"}',
+}
+
+
+@pytest.mark.parametrize("end", [False, True])
+@pytest.mark.parametrize("name", list(WITHOUT_MARKER))
+def test_calls_without_their_opening_marker_are_found(name, end):
+    """A model that leaves out the marker: neither a call nor a word about it."""
+    wrapper = wrapper_for(name)
+    tail = FORMATS[name].end if end else EOS
+    steps = play(Guard(wrapper, TOOLS), wrapper, "Well." + WITHOUT_MARKER[name] + tail)
+    assert events(steps) == ["open", "closed"], steps[-1]
+    assert steps[-1].calls[0].arguments == '{"city": "Paris"}' and shown(steps) == "Well."
+
+
+def test_a_last_value_without_its_tag_ends_where_the_call_does():
+    """The value swallows the closing tags, up to the reply's end."""
+    wrapper = tokenizer("qwen3_coder")
+    text = "<tool_call>" + BODIES["qwen3_coder"].replace("</parameter>\n", "") + "</tool_call>"
+    steps = play(Guard(wrapper, TOOLS), wrapper, text)
+    assert events(steps) == ["open", "closed"]
+    assert steps[-1].calls[0].arguments == '{"city": "Paris"}'
+    assert "</parameter>" in steps[-1].calls[0].notes[0]
+
+
 def test_text_streams_and_only_a_possible_marker_waits():
     """Text outside calls that arrives late, or not before the end."""
     wrapper = tokenizer()
@@ -110,9 +167,10 @@ def test_a_call_drafted_while_thinking_is_prose(name, start_inside):
     guard = Guard(wrapper, TOOLS, think=start_inside)
     start, end = FORMATS[name].think or ("<think>", "</think>")
     thought = f"{'' if start_inside else start}I could {call.removesuffix(EOS)} now.{end}"
-    steps = play(guard, wrapper, f"{thought}Ok {call}")
+    answer = intro(name, "Ok ")
+    steps = play(guard, wrapper, f"{thought}{answer}{call}")
     assert events(steps) == ["open", "closed"]
-    assert shown(steps) == f"{thought}Ok "
+    assert shown(steps) == f"{thought}{answer}"
 
 
 def test_a_call_in_a_think_section_that_never_closes_is_not_lost():

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
+from pathlib import Path
 
+import mlx_lm
 import pytest
 from toolkit import TOOLS
 
 from ds4cli.tools import FORMATS, Refused, Tool, parse_calls
 from ds4cli.tools.formats import BAR
 from ds4cli.tools.mend import members, read
+
+PARSERS = Path(mlx_lm.__file__).parent / "tool_parsers"
 
 # One good call of every format: get_weather with city "Paris".
 BODIES = {
@@ -26,20 +30,51 @@ BODIES = {
     "</atem:parameter>\n</atem:invoke>\n",
     "deepseek_v32": '\n<|DSML|invoke name="get_weather">\n<|DSML|parameter name="city" '
     'string="true">Paris</|DSML|parameter>\n</|DSML|invoke>\n'.replace("|", BAR),
-    "minicpm5": '"get_weather"><param name="city">Paris</param>',
+    "seed_oss": "\n<function=get_weather>\n<parameter=city>Paris</parameter>\n</function>\n",
+    "hunyuan3": "\n<tool_call:opensource>get_weather<tool_sep:opensource>\n<arg_key:opensource>city"
+    "</arg_key:opensource>\n<arg_value:opensource>Paris</arg_value:opensource>\n"
+    "</tool_call:opensource>\n",
+    "deepseek_v4": '\n<|DSML|invoke name="get_weather">\n<|DSML|parameter name="city" '
+    'string="true">Paris</|DSML|parameter>\n</|DSML|invoke>\n'.replace("|", BAR),
+    "deepseek_v41": '\n<|DSML| invoke name="get_weather">\n<|DSML| parameter name="city" '
+    'string="true">Paris</|DSML| parameter>\n</|DSML| invoke>\n'.replace("|", BAR),
+    "minimax_m3": '\n]<]minimax[>[<invoke name="get_weather">]<]minimax[>[<city>Paris]<]minimax[>['
+    "</city>]<]minimax[>[</invoke>\n",
+    "minicpm5": '<function name="get_weather"><param name="city">Paris</param>',
     "kimi_k3": '<|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city" '
     'type="string"<|sep|>Paris<|close|>argument<|sep|><|close|>call<|sep|>',
     "kimi_k2": "<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
     '{"city": "Paris"}<|tool_call_end|>',
     "deepseek_v31": '<|tool▁call▁begin|>get_weather<|tool▁sep|>{"city": "Paris"}'
     "<|tool▁call▁end|>".replace("|", BAR),
+    "deepseek_v3": '<|tool▁call▁begin|>function<|tool▁sep|>get_weather\n```json\n{"city": "Paris"}'
+    "\n```<|tool▁call▁end|>".replace("|", BAR),
+    "solar": "<|tool_call:begin|>a1<|tool_call:name|>get_weather<|tool_call:args|>"
+    '{"city": "Paris"}<|tool_call:end|>',
+    "functionary_v31": 'get_weather>{"city": "Paris"}',
+    "functionary_v32": 'get_weather\n{"city": "Paris"}',
+    "tool_calls": '[{"name": "get_weather", "arguments": {"city": "Paris"}}]',
+    "nemotron_nano": '[{"name": "get_weather", "arguments": {"city": "Paris"}}]',
+    "granite3": '[\n    {\n        "name": "get_weather",\n        "arguments": {"city": "Paris"}'
+    "\n    }\n]",
+    "granite_20b": ' {"name": "get_weather", "arguments": {"city": "Paris"}}',
+    "gigachat3": '{"name": "get_weather", "arguments": {"city": "Paris"}}',
+    "gigachat3_role": '\n{"name": "get_weather", "arguments": {"city": "Paris"}}',
+    "internlm2": '\n{"name": "get_weather", "parameters": {"city": "Paris"}}',
+    "command_r7b": '[\n    {"tool_call_id": "0", "tool_name": "get_weather", '
+    '"parameters": {"city": "Paris"}}\n]',
+    "apertus": '[{"get_weather": {"city": "Paris"}}]',
+    "llama3_json": '{"name": "get_weather", "parameters": {"city": "Paris"}}',
+    "xlam": '[{"name": "get_weather", "arguments": {"city": "Paris"}}]',
+    "phi4_mini": '{"name": "get_weather", "arguments": {\'city\': \'Paris\'}}',
+    "pythonic_bare": '[get_weather(city="Paris")]',
     "mistral": 'get_weather[ARGS]{"city": "Paris"}',
     "harmony": 'get_weather <|constrain|>json<|message|>{"city": "Paris"}',
     "gemma4": 'call:get_weather{city:<|"|>Paris<|"|>}',
     "function_gemma": "call:get_weather{city:<escape>Paris<escape>}",
     "pythonic": '[get_weather(city="Paris")]',
 }
-OWN = {"harmony", "deepseek_v32", "deepseek_v31"}  # formats that mlx-lm has no parser for
+OWN = set(BODIES) - {path.stem for path in PARSERS.glob("*.py")}  # mlx-lm has no parser for these
 
 
 def parse(name, body, tools=TOOLS):
@@ -66,10 +101,8 @@ def test_a_good_call_is_valid_and_kept_as_written(name):
 def test_agrees_with_the_parser_of_mlx_lm(name):
     """A format written from memory: mlx-lm's parser must read the same name and arguments."""
     module = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
-    assert (module.tool_call_start, module.tool_call_end) == (
-        FORMATS[name].start,
-        FORMATS[name].end,
-    )
+    start, end = FORMATS[name].beginnings[0], FORMATS[name].end
+    assert (module.tool_call_start, module.tool_call_end) == (start, end)
     theirs = module.parse_tool_call(BODIES[name], [tool.spec for tool in TOOLS])
     theirs = theirs[0] if isinstance(theirs, list) else theirs
     assert (theirs["name"], theirs["arguments"]) == ("get_weather", {"city": "Paris"})
@@ -168,13 +201,22 @@ def test_a_value_that_contains_its_own_closing_tag_is_whole():
     assert json.loads(call.arguments) == {"city": "a </parameter> b\n</parameter>c"}
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm47", "minimax_m2", "deepseek_v32", "minicpm5"])
+@pytest.mark.parametrize("name", ["glm47", "minimax_m2", "deepseek_v32", "minicpm5"])
 def test_an_unclosed_value_is_refused(name):
     """An unclosed parameter silently gives `{}`."""
     style = FORMATS[name].style
     body = BODIES[name].replace(style.value_close, "")
     with pytest.raises(Refused, match="never closed"):
         parse(name, body)
+
+
+def test_a_last_value_without_its_tag_ends_where_the_call_does():
+    """The value swallows the closing tags of the call."""
+    body = BODIES["qwen3_coder"].replace("</parameter>\n", "")
+    (call,) = parse("qwen3_coder", body)
+    assert json.loads(call.arguments) == {"city": "Paris"} and "</parameter>" in call.notes[0]
+    with pytest.raises(Refused, match="never closed"):
+        parse("qwen3_coder", body.replace("</function>", ""))
 
 
 def test_a_missing_closing_element_is_noted():

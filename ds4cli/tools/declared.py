@@ -41,7 +41,7 @@ class Tool:
     def arguments_schema(self) -> dict:
         """`parameters`, closed: what is not declared is no argument, unless the schema says so."""
         schema = self.parameters
-        if not schema.get("properties") or any(word in schema for word in _OPENS):
+        if "properties" not in schema or any(word in schema for word in _OPENS):
             return schema
         return {"additionalProperties": False, **schema}
 

@@ -38,17 +38,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import regex
 
-from ds4cli.errors import UsageError
 from ds4cli.settings import Settings
 from ds4cli.text.detokenizer import Detokenizer
 from ds4cli.tools.declared import Tool
-from ds4cli.tools.formats import Format, Json, Named, Tagged, detect_format
+from ds4cli.tools.detect import require_format
+from ds4cli.tools.formats import Format, Json, Named, Tagged
 from ds4cli.tools.matcher import CallMatcher
 from ds4cli.tools.mend import Refused, Unclosed
 from ds4cli.tools.parse import ParsedCall, parse_calls
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+FENCE = "```"
+_SECTIONS = {"think": "a think section", "code": "a code block", "quote": "a quotation"}
 
 
 class GuardStep(NamedTuple):  # one for every token: made faster than a dataclass
@@ -86,22 +90,28 @@ class GuardEnd:
 
 @dataclass(frozen=True)
 class _State:
-    """After a token. `held`: (pos, text) of tokens not shown yet, `at`: where that text begins.
+    """After a token. `held`: (pos, text) of tokens not shown yet, `at`: where that text begins;
+    `begun`: whether the answer has any text, `since`: where thoughts or code began.
 
     In a call, `held` are its first tokens up to the one that opened it, `before` is text of the
     first of them that stands before the marker and `marker` the marker's length.
     """
 
-    mode: str = "text"  # "text" | "think" | "call"
+    mode: str = "text"  # "text" | "think" | "code" | "quote" | "call"
     at: int = 0
     held: tuple[tuple[int, str], ...] = ()
     before: str = ""
     marker: int = 0
-    think_at: int = 0
+    since: int = 0
+    begun: bool = False
 
     @property
     def opened(self) -> int:
         return self.held[0][0]
+
+    def is_settled(self, fmt: Format) -> bool:
+        """Whether calls open only at what `beginnings` names."""
+        return self.begun or not fmt.bare or self.mode != "text"
 
     @property
     def first_text(self) -> str:
@@ -128,11 +138,7 @@ class Guard:
         use_grammar: bool = True,
         resumable: bool = False,
     ) -> None:
-        self.fmt = fmt or detect_format(tokenizer)
-        if self.fmt is None:
-            raise UsageError(
-                "this model has no tool-call format", hint="use a model whose template takes tools"
-            )
+        self.fmt = fmt or require_format(tokenizer)
         self.tools = list(tools)
         self.max_repairs = max_repairs
         self._resumable = resumable
@@ -141,10 +147,12 @@ class Guard:
         self._grammar = self._build_grammar(tokenizer) if use_grammar else None
         self._stops = frozenset(tokenizer.eos_token_ids)
         self._think = self.fmt.think or (tokenizer.think_start, tokenizer.think_end)
-        self._opening = regex.compile(self._opening_pattern())
+        self._openings = {begins: self._opening_pattern(begins) for begins in (True, False)}
         self._hints = {
-            "text": _hint(*self.fmt.starts, self._think[0]),
+            "text": _hint(*self.fmt.beginnings, self._think[0], "`"),
             "think": _hint(self._think[1]),
+            "code": _hint(FENCE),
+            "quote": _hint("`"),
         }
         self._first = _State(mode="think" if think else "text")
         self.caught: tuple[ParsedCall, ...] = ()
@@ -172,9 +180,14 @@ class Guard:
         self.notices += grammar.notices
         return grammar
 
-    def _opening_pattern(self) -> str:
-        opening = self.fmt.opening()
-        return f"{opening}|(?P<think>{regex.escape(self._think[0])})" if self._think[0] else opening
+    def _opening_pattern(self, begins: bool) -> regex.Pattern[str]:
+        """What matters in text: a call, thoughts, and code, where calls are examples."""
+        ways = [self.fmt.opening([tool.name for tool in self.tools], begins), f"(?P<code>{FENCE})"]
+        if marks := "|".join(regex.escape(m) for m in self.fmt.beginnings if m):
+            ways.append(f"(?P<quote>`(?:{marks}))")
+        if self._think[0]:
+            ways.append(f"(?P<think>{regex.escape(self._think[0])})")
+        return regex.compile("|".join(ways))
 
     # where we are
 
@@ -258,7 +271,7 @@ class Guard:
         self._ends.append(start + len(text))
         self._states.append(state)
         if state.mode != "call":
-            if not state.held and not self._hints[state.mode](text):
+            if not state.held and state.is_settled(self.fmt) and not self._hints[state.mode](text):
                 return self._plain(start, text)
             return self._outside(state, (*state.held, (pos, text)), start)
         bad = self._first_bad(state)
@@ -290,17 +303,20 @@ class Guard:
         if start is not None and not state.held:
             state = replace(state, at=start)
         whole = "".join(piece for _, piece in held)
-        if state.mode == "think":
-            return self._thinking(state, held, whole)
-        match = self._opening.search(whole, partial=True)
+        if state.mode != "text":
+            return self._in_section(state, held, whole)
+        match = self._openings[not state.begun].search(whole, partial=True)
         if match is None or match.partial:
             return self._hold(state, held, match.start() if match else len(whole))
-        if match.groupdict().get("think"):
-            return self._switch(state, held, whole, match.end(), "think")
+        kind = match.lastgroup
+        if kind in ("think", "code", "quote"):
+            return self._switch(state, held, whole, match.end(), kind)
         return self._open(state, held, match)
 
-    def _thinking(self, state: _State, held: tuple, whole: str) -> GuardStep:
-        match = regex.search(regex.escape(self._think[1]), whole, partial=True)
+    def _in_section(self, state: _State, held: tuple, whole: str) -> GuardStep:
+        """Thoughts, code and quotations hold no calls."""
+        end = {"think": self._think[1], "code": FENCE, "quote": "`"}[state.mode]
+        match = regex.search(regex.escape(end), whole, partial=True)
         if match is None or match.partial:
             return self._hold(state, held, match.start() if match else len(whole))
         return self._switch(state, held, whole, match.end(), "text")
@@ -308,22 +324,24 @@ class Guard:
     def _switch(self, state: _State, held: tuple, whole: str, end: int, mode: str) -> GuardStep:
         """Show the first `end` characters and go on in another mode."""
         self._show(state.at, whole[:end])
-        after = _State(mode=mode, at=state.at + end, think_at=state.at + end)
+        begun = state.mode != "think" and mode != "think"
+        after = _State(mode=mode, at=state.at + end, since=state.at + end, begun=begun)
         return self._outside(after, _without(held, end))
 
     def _hold(self, state: _State, held: tuple, at: int) -> GuardStep:
         """Show the tokens that end before character `at`, hold back the others."""
         shown, held = _split(held, at)
         self._show(state.at, shown)
-        self._set(replace(state, at=state.at + len(shown), held=held))
+        begun = state.begun or bool(shown.strip())
+        self._set(replace(state, at=state.at + len(shown), held=held, begun=begun))
         return NOTHING
 
-    def _open(self, state: _State, held: tuple, match: Any) -> GuardStep:
-        shown, first = _split(held, match.start())
+    def _open(self, state: _State, held: tuple, match: regex.Match[str]) -> GuardStep:
+        begin, marker = _place(match)
+        shown, first = _split(held, begin)
         self._show(state.at, shown)
-        start = match.start() - len(shown)
+        start = begin - len(shown)
         text = "".join(piece for _, piece in first)
-        marker = match.end("start") - match.start()
         state = _State("call", state.at + len(shown), first, text[:start], marker)
         self._set(state)
         bad = self._first_bad(state)
@@ -377,7 +395,7 @@ class Guard:
         """Go on with ordinary text at character `cut` of the call's text."""
         at = state.at + len(state.before) + cut
         rest = self._raw(state)[cut:]
-        self._set(_State(at=at))
+        self._set(_State(at=at, begun=True))
         if rest:
             self._outside(self._state, ((self._end - 1, rest),))
 
@@ -433,8 +451,8 @@ class Guard:
         if state.mode != "call":
             if not (self._resumable and reason in ("length", "cancelled")):
                 self._show(state.at, self.waiting)
-            found = self._calls_in_open_think(state) if reason == "stop" else ()
-            return GuardEnd("".join(self._out), found)
+            found = self._calls_in_open_section(state) if reason == "stop" else ()
+            return GuardEnd("".join(self._out), found, reason="" if found else self._examples())
         if reason == "tool":
             return GuardEnd()
         return self._finish_in_call(state, reason)
@@ -461,23 +479,32 @@ class Guard:
             return bool(style.call_close) and style.call_close in raw
         return isinstance(style, (Json, Named))
 
-    def _calls_in_open_think(self, state: _State) -> tuple[ParsedCall, ...]:
-        """A model that never closed its think section meant the call that ends its reply."""
-        if state.mode != "think":
+    def _calls_in_open_section(self, state: _State) -> tuple[ParsedCall, ...]:
+        """A model that never closed its thoughts or its code meant the call that ends its reply."""
+        where = _SECTIONS.get(state.mode)
+        if where is None:
             return ()
-        text = "".join(self._pieces)[state.think_at :].rstrip()
-        matches = [m for m in self._opening.finditer(text) if m["start"]]
+        text = "".join(self._pieces)[state.since :].rstrip()
+        matches = [m for m in self._openings[False].finditer(text) if _is_call(m)]
         if not matches or not text.endswith(self.fmt.end):
             return ()
+        begin, marker = _place(matches[-1])
         try:
             calls = self._parse(
                 _State(held=((self._end, ""),)),
-                text[matches[-1].end("start") : len(text) - len(self.fmt.end)],
+                text[begin + marker : len(text) - len(self.fmt.end)],
             )
         except Refused:
             return ()
-        note = "it stood in a think section that was never closed"
+        note = f"it stood in {where} that was never closed"
         return tuple(replace(c, notes=(*c.notes, note)) for c in calls)
+
+    def _examples(self) -> str:
+        """Said of calls that were taken for examples."""
+        blocks = "".join(self._pieces).split(FENCE)[1::2]
+        if any(_is_call(m) for block in blocks for m in self._openings[False].finditer(block)):
+            return "a tool call in a code block was taken as text"
+        return ""
 
     # the grammar
 
@@ -541,6 +568,18 @@ class Guard:
             self.notices.append(f"the grammar was given up inside a call: {self._call.gave_up}")
             self._call.gave_up = ""
         return self._call if self._call.live is not None else None
+
+
+def _is_call(match: regex.Match[str]) -> bool:
+    return match.lastgroup in ("start", "kept")
+
+
+def _place(match: regex.Match[str]) -> tuple[int, int]:
+    """Where a call begins in its text, and how long its marker is."""
+    groups = match.groupdict()
+    if groups.get("start") is not None:
+        return match.start("start"), len(groups["start"])
+    return match.start("kept"), 0
 
 
 def _hint(*markers: str | None) -> Callable[[str], Any]:

@@ -1,140 +1,230 @@
-"""Lark rules for values that are written like JSON but are not JSON: Gemma's own quotes, Python
-literals.
+"""Values of a call, spelled as JSON, as Python or with a family's own quotes: what differs, as
+data, and the reader for what is not strict JSON.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ds4cli.tools import schema as json_schema
+import regex
 
-_MAX_DEPTH = 12
-_SCALARS = ("integer", "number", "boolean", "null")
+from ds4cli.tools.mend import Refused, strict
 
-
-class NoGrammar(Exception):
-    """No grammar can be built; the text says why. Calls are then parsed when they close."""
+MAX_DEPTH = 200
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
+_CODE = regex.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})")
+_BARE = regex.compile(r"[^,{}\[\]()\s][^,{}\[\]()]*")
+BARE_TEXT = r"""[^"'\[\]{}\s,()=][^,()\[\]{}=\n]*"""
 
 
 @dataclass(frozen=True)
 class Syntax:
-    """What differs between the two. `text` is the Lark expression of any string."""
+    """How values are spelled.
 
-    text: str
-    spelled: Callable[[Any], str]  # one constant
-    key: Callable[[str], str]  # a key of a nested object, with what separates it from its value
-    comma: str
-
-
-def quoted(text: str) -> str:
-    """A Lark string literal; "" for nothing."""
-    return json.dumps(text, ensure_ascii=False) if text else ""
-
-
-def given(required: list[int]) -> str:
-    """`%if` every key with these numbers has been given; nothing when none has to be."""
-    condition = ""
-    for i in required:
-        condition = f"and({condition}, bit_set({i}))" if condition else f"bit_set({i})"
-    return f" %if {condition}" if condition else ""
-
-
-def gemma(quote: str) -> Syntax:
-    def spelled(value: Any) -> str:
-        return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
-
-    return Syntax(f"{quoted(quote)} quoted_text", spelled, lambda key: f"{key}:", '","')
-
-
-def python() -> Syntax:
-    def spelled(value: Any) -> str:
-        words = {True: "True", False: "False", None: "None"}
-        return words[value] if value is None or isinstance(value, bool) else json.dumps(value)
-
-    return Syntax("PY_TEXT", spelled, lambda key: f"{json.dumps(key)}: ", '"," " "?')
-
-
-class Literals:
-    """Writes the rules of one tool's values.
-
-    `rule(name, body)` adds a rule and returns its name, `notice(schema)` takes note of what a text
-    is not held to.
+    quotes: what may stand around a text. escapes: whether a backslash escapes in it; otherwise it
+    runs to the next quote. words: the constants, with their spellings, the usual one first.
+    bare_keys: keys of objects stand without quotes. wraps: a value that is no text may stand
+    between quotes, too. bare_texts: a short text may stand without any. never: what its texts do
+    not hold.
     """
 
-    def __init__(
-        self,
-        rule: Callable[[str, str], str],
-        notice: Callable[[dict], None],
-        root: dict,
-        syntax: Syntax,
-        name: str,
-    ) -> None:
-        self.rule, self.notice = rule, notice
-        self.root, self.syntax, self.name = root, syntax, name
-        self.count = 0
+    name: str
+    quotes: tuple[str, ...] = ('"',)
+    escapes: bool = True
+    true: tuple[str, ...] = ("true",)
+    false: tuple[str, ...] = ("false",)
+    null: tuple[str, ...] = ("null",)
+    bare_keys: bool = False
+    wraps: bool = False
+    bare_texts: bool = False
+    never: str = ""
 
-    def value(self, schema: Any, depth: int = 0) -> str:
-        """The rule of a value of `schema`, as far as its type, constants and parts go."""
-        if depth > _MAX_DEPTH:
-            raise NoGrammar(
-                f"values are nested more than {_MAX_DEPTH} levels deep, or refer to themselves"
-            )
-        schema = {} if schema is True else schema
-        if "$ref" in schema:
-            return self.value(json_schema.resolve(self.root, schema["$ref"]), depth + 1)
-        constants = [schema["const"]] if "const" in schema else schema.get("enum")
-        if constants:
-            return self._new(" | ".join(quoted(self.syntax.spelled(c)) for c in constants))
-        for word in ("anyOf", "oneOf"):
-            if word in schema:
-                return self._new(" | ".join(self.value(s, depth + 1) for s in schema[word]))
-        if "allOf" in schema:
-            raise NoGrammar("`allOf` is not written in this format")
-        types = json_schema.types_of(schema, self.root)
-        return self._new(" | ".join(self._of_type(t, schema, depth) for t in sorted(types)))
+    def spellings(self, constant: bool | None) -> tuple[str, ...]:
+        return self.null if constant is None else self.true if constant else self.false
 
-    def _new(self, body: str) -> str:
-        self.count += 1
-        return self.rule(f"{self.name}_{self.count}", body)
+    def inside(self, quote: str) -> Syntax:
+        """How values are spelled that stand between quotes."""
+        others = tuple(q for q in PYTHON.quotes if q != quote)
+        is_free = len(others) == len(PYTHON.quotes)
+        never = "" if is_free else quote
+        return replace(PYTHON, name=f"in{ord(quote[0])}", quotes=others, never=never)
 
-    def _of_type(self, kind: str, schema: dict, depth: int) -> str:
-        if kind == "string":
-            self.notice(schema)
-            return self.syntax.text
-        if kind in ("boolean", "null"):
-            words = {"boolean": [True, False], "null": [None]}[kind]
-            return " | ".join(quoted(self.syntax.spelled(w)) for w in words)
-        if kind in _SCALARS:
-            limits = {k: v for k, v in schema.items() if k in json_schema.NUMBER_LIMITS}
-            return f"%json {json.dumps({'type': kind, **limits})}"
-        if kind == "array":
-            item = self.value(schema.get("items", {}), depth + 1)
-            return f'"[" ({item} ({self.syntax.comma} {item})*)? "]"'
-        return self._object(schema, depth)
+    @property
+    def words(self) -> dict[str, bool | None]:
+        """What each word means."""
+        return {word: c for c in (True, False, None) for word in self.spellings(c)}
 
-    def _object(self, schema: dict, depth: int) -> str:
-        keys = schema.get("properties", {})
-        if not keys:
-            return '"{" "}"'
-        pairs = [(self.syntax.key(key), sub) for key, sub in keys.items()]
-        required = [i for i, key in enumerate(keys) if key in schema.get("required", ())]
-        return f'"{{" {self.members(pairs, required, quoted("}"), depth)}'
 
-    def members(
-        self, pairs: list[tuple[str, Any]], required: list[int], close: str, depth: int
-    ) -> str:
-        """`pairs` of (what stands before a value, its schema): each at most once, in any order."""
-        self.count += 1
-        first, more = f"{self.name}_k{self.count}", f"{self.name}_r{self.count}"
-        lines = [
-            f"{quoted(head)} {self.value(sub, depth + 1)} {more}::set_bit({i}) %if bit_clear({i})"
-            for i, (head, sub) in enumerate(pairs)
-        ]
-        self.rule(f"{first}::_", "\n  | ".join(lines))
-        again = f"{self.syntax.comma} {first}::_ %if bit_count_lt(_, {len(pairs)})"
-        self.rule(f"{more}::_", f"{close}{given(required)}\n  | {again}")
-        empty = "" if required else f"| {close}"
-        return f"({first}::0x0 {empty})"
+JSON = Syntax("json")
+# What models write that were shown their calls through Python's `str`, or through JSON.
+PYTHON = Syntax(
+    "python", ('"', "'"), true=("True", "true"), false=("False", "false"), null=("None", "null")
+)
+# As Llama's own history shows its calls: all values quoted, or none.
+LOOSE = replace(PYTHON, name="loose", wraps=True, bare_texts=True)
+BARE = Syntax("bare", ('<|"|>',), escapes=False, null=("null", "None"), bare_keys=True)
+ESCAPED = Syntax(
+    "escaped",
+    ("<escape>",),
+    escapes=False,
+    true=("true", "True"),
+    false=("false", "False"),
+    null=("null", "None"),
+    bare_keys=True,
+    wraps=True,
+)
+
+
+def read_literal(text: str, syntax: Syntax) -> Any:
+    """The one value that `text` spells. Raises Refused."""
+    reader = LiteralReader(text, syntax)
+    value = reader.value()
+    if reader.rest().strip():
+        raise Refused(f"unexpected text after a value: `{reader.rest().strip()[:40]}`")
+    return value
+
+
+class LiteralReader:
+    """Reads values of a syntax from the beginning of a text on."""
+
+    def __init__(self, text: str, syntax: Syntax) -> None:
+        self.text, self.syntax, self.at = text, syntax, 0
+        self.notes: list[str] = []
+
+    def rest(self) -> str:
+        return self.text[self.at :]
+
+    def value(self, depth: int = 0) -> Any:
+        if depth > MAX_DEPTH:
+            raise Refused("nested too deeply to read")
+        for quote in self.syntax.quotes:
+            if self.take(quote):
+                return self._string(quote)
+        if self.take("{"):
+            return self._object(depth + 1)
+        if self.take("["):
+            return self._list(depth + 1)
+        return self._word(depth)
+
+    def take(self, what: str) -> bool:
+        """Go behind `what` and the white space in front of it, if it comes next."""
+        while self.text[self.at : self.at + 1].isspace():
+            self.at += 1
+        if not self.text.startswith(what, self.at):
+            return False
+        self.at += len(what)
+        return True
+
+    def _word(self, depth: int) -> Any:
+        match = _BARE.match(self.text, self.at)
+        if not match:
+            raise Refused(f"expected a value at `{self.rest()[:40]}`")
+        self.at = match.end()
+        word = match[0].strip()
+        if self.syntax.bare_texts and not depth:
+            return word  # its schema says what it stands for
+        if word in self.syntax.words:
+            return self.syntax.words[word]
+        try:
+            return strict(word)
+        except ValueError as error:
+            raise Refused(f"`{word[:40]}` is neither quoted nor JSON") from error
+
+    def _string(self, quote: str) -> str:
+        out: list[str] = []
+        while not self.text.startswith(quote, self.at):
+            if self.at >= len(self.text):
+                raise Refused("a string is never closed")
+            if self.syntax.escapes and self.text[self.at] == "\\":
+                out.append(self._escape())
+            else:
+                out.append(self.text[self.at])
+                self.at += 1
+        self.at += len(quote)
+        return "".join(out).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+    def _escape(self) -> str:
+        """What a backslash and what follows stand for; an unknown escape is kept, as in Python."""
+        self.at += 2
+        char = self.text[self.at - 1 : self.at]
+        if char in _ESCAPES:
+            return _ESCAPES[char]
+        if char and char in "\"'\\/":
+            return char
+        if code := _CODE.match(self.text, self.at - 1):
+            self.at = code.end()
+            number = int(code[1] or code[2] or code[3], 16)
+            return chr(number) if number <= 0x10FFFF else "\ufffd"
+        return "\\" + char
+
+    def _object(self, depth: int) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        while not self.take("}"):
+            if result and not self.take(","):
+                raise Refused(f"expected `,` or `}}` at `{self.rest()[:40]}`")
+            if result and self.take("}"):
+                break
+            key = self._key()
+            if not self.take(":"):
+                raise Refused(f"`{key}` has no value")
+            if key in result:
+                raise Refused(f"`{key}` is given twice")
+            result[key] = self.value(depth)
+        return result
+
+    def _key(self) -> str:
+        for quote in self.syntax.quotes:
+            if self.take(quote):
+                return self._string(quote)
+        match = regex.compile(r"\s*([^:{}\[\],\"']+?)\s*(?=:)").match(self.text, self.at)
+        if not match or not self.syntax.bare_keys:
+            raise Refused(f"expected an argument's name at `{self.rest()[:40]}`")
+        self.at = match.end()
+        return match[1]
+
+    def _list(self, depth: int) -> list[Any]:
+        result: list[Any] = []
+        while not self.take("]"):
+            if result and not self.take(","):
+                raise Refused(f"expected `,` or `]` at `{self.rest()[:40]}`")
+            if result and self.take("]"):
+                break
+            result.append(self.value(depth))
+        return result
+
+    def calls(self, known: Callable[[str], list[str]]) -> list[tuple[str, dict[str, Any]]]:
+        """`[name(key=value, ...), ...]`, also without its last bracket; known(name): the names of a
+        tool's arguments, which may hold any characters."""
+        if not self.take("["):
+            raise Refused(f"expected a list of calls at `{self.rest()[:40]}`")
+        found: list[tuple[str, dict[str, Any]]] = []
+        while not self.take("]"):
+            if found and not self.take(","):
+                if self.rest().strip():
+                    raise Refused(f"expected `,` or `]` at `{self.rest()[:40]}`")
+                self.notes.append("the closing `]` was missing")
+                return found
+            found.append(self._call(known))
+        return found
+
+    def _call(self, known: Callable[[str], list[str]]) -> tuple[str, dict[str, Any]]:
+        head = regex.compile(r"\s*(?P<name>[\w.:$\-]+)\s*\(").match(self.text, self.at)
+        if not head:
+            raise Refused(f"each call must be `name(key=value, ...)`, not `{self.rest()[:40]}`")
+        self.at = head.end()
+        keys = "|".join(regex.escape(k) for k in sorted(known(head["name"]), key=len, reverse=True))
+        pattern = regex.compile(rf"\s*(?P<key>{keys or '(?!)'}|[\w$\-]+)\s*=(?!=)")
+        arguments: dict[str, Any] = {}
+        while not self.take(")"):
+            if arguments and not self.take(","):
+                raise Refused(f"expected `,` or `)` at `{self.rest()[:40]}`")
+            match = pattern.match(self.text, self.at)
+            if not match:
+                raise Refused(f"expected `name=value` at `{self.rest()[:40]}`")
+            self.at = match.end()
+            if match["key"] in arguments:
+                raise Refused(f"`{match['key']}` is given twice")
+            arguments[match["key"]] = self.value()
+        return head["name"], arguments

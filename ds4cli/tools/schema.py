@@ -1,16 +1,18 @@
 """JSON Schema, the part that tool declarations use: checks a value, names what it does not check.
 
-A subset of draft 2020-12. Remote references and `format` are not checked; `unchecked()` names every
-other keyword that is neither checked nor a mere annotation, so that nothing is ignored silently.
+A subset of draft 2020-12, with the list form of `items` and `nullable` of older ones. `format` is
+an annotation everywhere. `unchecked()` names every keyword that is neither checked nor a mere
+annotation, so that nothing is ignored silently; `problems()` what is no schema at all.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from typing import Any
+
+import regex
 
 ANNOTATIONS = frozenset(
     [
@@ -34,10 +36,21 @@ ANNOTATIONS = frozenset(
         "contentMediaType",
     ]
 )
-_SUBSCHEMA = ("items", "additionalProperties", "not", "contains", "propertyNames")
+_SUBSCHEMA = (
+    *("items", "additionalItems", "additionalProperties", "not", "contains", "propertyNames"),
+    *("if", "then", "else"),
+)
 _SUBSCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _LISTS = (*_SUBSCHEMA_LISTS, "enum", "required")
-_SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_SUBSCHEMA_MAPS = (
+    *("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"),
+)
+_COUNTS = (
+    *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+    *("minContains", "maxContains"),
+)
+# Read by the rule of the keyword they stand beside.
+_BESIDE = frozenset(["then", "else", "additionalItems", "minContains", "maxContains"])
 NUMBER_LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 TEXT_LIMITS = ("pattern", "minLength", "maxLength")
 MAX_DEPTH = 200
@@ -65,13 +78,16 @@ _TYPES = {
 def types_of(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
     """The JSON types that `schema` can allow at its top; all of them when it does not say."""
     root = schema if root is None else root
+    if schema is False:
+        return frozenset()
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return frozenset(_TYPES)
     allowed = frozenset(_TYPES)
     declared = schema.get("type")
     if declared is not None:
-        names = [declared] if isinstance(declared, str) else declared
-        allowed &= frozenset(names) | ({"integer"} if "number" in names else set())
+        names = {declared} if isinstance(declared, str) else set(declared)
+        names |= {"integer"} if "number" in names else set()
+        allowed &= names | ({"null"} if schema.get("nullable") is True else set())
     for literal in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
         if literal is not None:
             allowed &= {t for t, is_type in _TYPES.items() if any(is_type(v) for v in literal)}
@@ -101,6 +117,41 @@ def resolve(root: Any, ref: str) -> Any:
     return node
 
 
+def followed(schema: Any, root: Any = None) -> dict[str, Any]:
+    """What a schema that may be a mere reference says; {} where it is none."""
+    root, seen = schema if root is None else root, set()
+    while isinstance(schema, dict) and "$ref" in schema and "properties" not in schema:
+        if schema["$ref"] in seen:
+            return {}
+        seen.add(schema["$ref"])
+        schema = resolve(root, schema["$ref"])
+    return schema if isinstance(schema, dict) else {}
+
+
+def property_of(schema: Any, key: str, root: Any = None) -> Any:
+    """The schema of the member `key` of an object."""
+    schema = followed(schema, root)
+    more = schema.get("additionalProperties")
+    return schema.get("properties", {}).get(key, more if isinstance(more, dict) else {})
+
+
+def items_of(schema: dict[str, Any]) -> tuple[list[Any], Any]:
+    """The schemas of a list's first items, and that of all others."""
+    items = schema.get("items", True)
+    if isinstance(items, list):
+        return items, schema.get("additionalItems", True)
+    return schema.get("prefixItems", []), items
+
+
+def plain_constants(schema: Any, root: Any) -> list[Any]:
+    """The only values that `schema` allows, if it lists them and none has parts."""
+    schema = followed(schema, root)
+    words = [schema["const"]] if "const" in schema else schema.get("enum", [])
+    has_parts = any(isinstance(word, (dict, list)) for word in words)
+    rest = {word: rule for word, rule in schema.items() if word not in ("enum", "const")}
+    return [] if has_parts else [word for word in words if is_valid(word, rest, root)]
+
+
 def walk(schema: Any, path: str = "") -> Iterator[tuple[str, dict]]:
     """Every sub-schema with its path, without following references."""
     stack = [(path, schema)]
@@ -110,7 +161,7 @@ def walk(schema: Any, path: str = "") -> Iterator[tuple[str, dict]]:
             continue
         yield where, node
         children = [(f"{where}.{w}", node[w]) for w in _SUBSCHEMA if w in node]
-        for word in _SUBSCHEMA_LISTS:
+        for word in (*_SUBSCHEMA_LISTS, "items"):
             if isinstance(node.get(word), list):
                 children += [(f"{where}.{word}[{i}]", s) for i, s in enumerate(node[word])]
         for word in _SUBSCHEMA_MAPS:
@@ -121,7 +172,7 @@ def walk(schema: Any, path: str = "") -> Iterator[tuple[str, dict]]:
 
 def unchecked(schema: Any) -> list[str]:
     """Paths of the keywords that `check` ignores and that are not annotations."""
-    known = ANNOTATIONS | set(_RULES) | set(_SUBSCHEMA_MAPS)
+    known = ANNOTATIONS | set(_RULES) | set(_SUBSCHEMA_MAPS) | _BESIDE
     return [f"{where}.{word}".lstrip(".") for where, node in walk(schema) for word in node
             if word not in known]  # fmt: skip
 
@@ -130,25 +181,73 @@ def problems(schema: Any) -> list[tuple[str, str]]:
     """(path, what is wrong) for each part of `schema` that is no schema at all."""
     found = []
     for where, node in walk(schema):
-        declared = node.get("type", [])
-        names = [declared] if isinstance(declared, str) else declared
-        if not isinstance(names, list) or any(n not in _TYPES for n in names):
-            found.append((f"{where}.type", f"unknown type `{json.dumps(declared)}`"))
-        maps = [w for w in _SUBSCHEMA_MAPS if not isinstance(node.get(w, {}), dict)]
-        lists = [w for w in _LISTS if not isinstance(node.get(w, []), list)]
-        found += [(f"{where}.{w}", "must be an object") for w in maps]
-        found += [(f"{where}.{w}", "must be a list") for w in lists]
+        found += [(f"{where}.{word}", what) for word, what in _wrong(node)]
         if "$ref" in node and resolve(schema, node["$ref"]) is None:
             found.append((f"{where}.$ref", f"`{node['$ref']}` points nowhere in this schema"))
-        if "pattern" in node and not _compiles(node["pattern"]):
-            found.append((f"{where}.pattern", "is not a regular expression"))
     return found
+
+
+def _wrong(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(keyword, what is wrong with it) in one schema, not in its parts."""
+    declared = node.get("type", [])
+    names = [declared] if isinstance(declared, str) else declared
+    if not isinstance(names, list) or any(n not in _TYPES for n in names):
+        yield "type", f"unknown type `{json.dumps(declared)}`"
+    yield from ((w, "must be an object") for w in _SUBSCHEMA_MAPS if not _is(dict, node, w))
+    yield from ((w, "must be a list") for w in _LISTS if not _is(list, node, w))
+    yield from (
+        (w, "must be a number") for w in NUMBER_LIMITS if w in node and not _is_number(node[w])
+    )
+    yield from ((w, "must be a count") for w in _COUNTS if w in node and not _is_count(node[w]))
+    if node.get("multipleOf") in (0, 0.0):
+        yield "multipleOf", "must be more than 0"
+    if any(not isinstance(key, str) for key in _listed(node, "required")):
+        yield "required", "must be a list of names"
+    for word, part in _parts(node):
+        if not isinstance(part, (dict, bool)):
+            yield word, "must be a schema"
+    for word, pattern in _patterns(node):
+        if not _compiles(pattern):
+            yield word, "is not a regular expression"
+
+
+def _is(kind: type, node: dict[str, Any], word: str) -> bool:
+    return isinstance(node.get(word, kind()), kind)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 0 and float(value).is_integer()
+
+
+def _listed(node: dict[str, Any], word: str) -> list[Any]:
+    found = node.get(word)
+    return found if isinstance(found, list) else []
+
+
+def _parts(node: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Everything in a schema that must be a schema."""
+    for word in _SUBSCHEMA:
+        if word in node and not (word == "items" and isinstance(node[word], list)):
+            yield word, node[word]
+    for word in (*_SUBSCHEMA_LISTS, "items"):
+        yield from ((f"{word}[{i}]", part) for i, part in enumerate(_listed(node, word)))
+    for word in _SUBSCHEMA_MAPS:
+        found = node.get(word)
+        if isinstance(found, dict):
+            yield from ((f"{word}.{key}", part) for key, part in found.items())
+
+
+def _patterns(node: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    if "pattern" in node:
+        yield "pattern", node["pattern"]
+    if isinstance(node.get("patternProperties"), dict):
+        yield from ((f"patternProperties.{p}", p) for p in node["patternProperties"])
 
 
 def _compiles(pattern: Any) -> bool:
     try:
-        re.compile(pattern)
-    except (re.error, TypeError):
+        regex.compile(pattern)
+    except (regex.error, TypeError):
         return False
     return True
 
@@ -177,10 +276,12 @@ def is_valid(value: Any, schema: Any, root: Any, depth: int = 0) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """JSON equality: true is not 1."""
-    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True) or (
-        _is_number(a) and _is_number(b) and a == b
-    )
+    """JSON equality: 1 is 1.0, true is not 1."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(v, b[k]) for k, v in a.items())
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return isinstance(a, bool) == isinstance(b, bool) and a == b
 
 
 def _short(value: Any) -> str:
@@ -216,14 +317,14 @@ def _properties(value, expected, schema, root, where, depth):
 def _pattern_properties(value, expected, schema, root, where, depth):
     for key in value if isinstance(value, dict) else ():
         for pattern, sub in expected.items():
-            if re.search(pattern, key):
+            if regex.search(pattern, key):
                 check(value[key], sub, root, f"{where}.{key}", depth)
 
 
 def _additional(value, expected, schema, root, where, depth):
     for key in value if isinstance(value, dict) else ():
         named = key in schema.get("properties", {}) or any(
-            re.search(p, key) for p in schema.get("patternProperties", {})
+            regex.search(p, key) for p in schema.get("patternProperties", {})
         )
         if named:
             continue
@@ -240,27 +341,23 @@ def _required(value, expected, schema, root, where, depth):
 
 def _items(value, expected, schema, root, where, depth):
     if isinstance(value, list):
-        first = len(schema.get("prefixItems", ()))
-        for i, item in enumerate(value[first:], first):
-            check(item, expected, root, f"{where}[{i}]", depth)
-
-
-def _prefix_items(value, expected, schema, root, where, depth):
-    if isinstance(value, list):
-        for i, (item, sub) in enumerate(zip(value, expected, strict=False)):
-            check(item, sub, root, f"{where}[{i}]", depth)
+        first, others = items_of(schema)
+        for i, item in enumerate(value):
+            check(item, first[i] if i < len(first) else others, root, f"{where}[{i}]", depth)
 
 
 def _unique(value, expected, schema, root, where, depth):
-    if expected and isinstance(value, list):
-        texts = [json.dumps(item, sort_keys=True) for item in value]
-        if len(set(texts)) < len(texts):
-            raise Invalid(f"{where} repeats an item")
+    items = value if expected and isinstance(value, list) else []
+    if any(_same(item, other) for i, item in enumerate(items) for other in items[:i]):
+        raise Invalid(f"{where} repeats an item")
 
 
 def _contains(value, expected, schema, root, where, depth):
-    if isinstance(value, list) and not any(is_valid(v, expected, root, depth) for v in value):
-        raise Invalid(f"{where} has no item of the kind it must contain")
+    least, most = schema.get("minContains", 1), schema.get("maxContains", math.inf)
+    if isinstance(value, list):
+        count = sum(is_valid(item, expected, root, depth) for item in value)
+        if not least <= count <= most:
+            raise Invalid(f"{where} has {count} items of the kind it must contain")
 
 
 def _size(kind, word, is_ok):
@@ -285,8 +382,30 @@ def _multiple(value, expected):
 
 
 def _pattern(value, expected, schema, root, where, depth):
-    if isinstance(value, str) and not re.search(expected, value):
+    if isinstance(value, str) and not regex.search(expected, value):
         raise Invalid(f"{where} does not match `{expected}`")
+
+
+def _names(value, expected, schema, root, where, depth):
+    for key in value if isinstance(value, dict) else ():
+        check(key, expected, root, f"a name in {where}", depth)
+
+
+def _dependent_required(value, expected, schema, root, where, depth):
+    for key, needed in expected.items() if isinstance(value, dict) else ():
+        if key in value:
+            _required(value, needed, schema, root, where, depth)
+
+
+def _dependent_schemas(value, expected, schema, root, where, depth):
+    for key, sub in expected.items() if isinstance(value, dict) else ():
+        if key in value:
+            check(value, sub, root, where, depth)
+
+
+def _if(value, expected, schema, root, where, depth):
+    word = "then" if is_valid(value, expected, root, depth) else "else"
+    check(value, schema.get(word, True), root, where, depth)
 
 
 def _any_of(value, expected, schema, root, where, depth):
@@ -325,9 +444,13 @@ _RULES = {
     "additionalProperties": _additional,
     "required": _required,
     "items": _items,
-    "prefixItems": _prefix_items,
+    "prefixItems": _items,
     "uniqueItems": _unique,
     "contains": _contains,
+    "propertyNames": _names,
+    "dependentRequired": _dependent_required,
+    "dependentSchemas": _dependent_schemas,
+    "if": _if,
     "minLength": _size(str, "minLength", lambda n, limit: n >= limit),
     "maxLength": _size(str, "maxLength", lambda n, limit: n <= limit),
     "minItems": _size(list, "minItems", lambda n, limit: n >= limit),

@@ -1,0 +1,170 @@
+"""Which format a model's tool calls have: the one that reads what its own template draws.
+
+A probe call is drawn through the chat template, which needs no weights, and every format is tried
+on it. What cannot be read is said, and refused before anything long begins.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import regex
+
+from ds4cli.errors import UsageError
+from ds4cli.tools.declared import Tool
+from ds4cli.tools.formats import FORMATS, SPACE, Foreign, Format
+from ds4cli.tools.mend import Refused
+from ds4cli.tools.parse import parse_calls
+
+ASKED = "xQ7zThisIsTheQuestionZ7qX"
+PROBE = Tool(
+    "get_weather",
+    "the weather of a place",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": "its name"},
+            "days": {"type": "integer", "description": "how many"},
+        },
+        "required": ["city", "days"],
+    },
+)
+ARGUMENTS = {"city": "Ulm", "days": 3}
+
+
+@dataclass(frozen=True)
+class Found:
+    """fmt: the format, None where there is none. unreadable: a call as the template draws it, where
+    no format can read that."""
+
+    fmt: Format | None = None
+    unreadable: str = ""
+
+
+_found: weakref.WeakKeyDictionary[Any, Found] = weakref.WeakKeyDictionary()
+
+
+def find_format(tokenizer: Any) -> Found:
+    """The format of an mlx-lm TokenizerWrapper; found out once.
+
+    A format whose end marker is one of the model's stop tokens (it never becomes text) gets an
+    empty `end`.
+    """
+    if tokenizer not in _found:
+        found = _find(tokenizer)
+        if found.fmt is not None and found.fmt.end and _is_stop(tokenizer, found.fmt.end):
+            found = Found(replace(found.fmt, end=""))
+        _found[tokenizer] = found
+    return _found[tokenizer]
+
+
+def detect_format(tokenizer: Any) -> Format | None:
+    """The format of the model's calls, None where it has none that can be read."""
+    return find_format(tokenizer).fmt
+
+
+def require_format(tokenizer: Any) -> Format:
+    """The format, or UsageError that says what is wrong."""
+    found = find_format(tokenizer)
+    if found.fmt is not None:
+        return found.fmt
+    if found.unreadable:
+        raise UsageError(
+            f"tool calls of this model cannot be read: its template draws `{found.unreadable}`",
+            "leave out `--tools`, or use another chat template",
+        )
+    raise UsageError(
+        "this model has no tool-call format", "its chat template draws no calls: use another model"
+    )
+
+
+def _is_stop(tokenizer: Any, marker: str) -> bool:
+    return tokenizer.convert_tokens_to_ids(marker) in tokenizer.eos_token_ids
+
+
+def _find(tokenizer: Any) -> Found:
+    config = getattr(tokenizer, "init_kwargs", {})
+    named = config.get("tool_parser_type") or config.get("chat_template_type")
+    drawn = _drawn(tokenizer)
+    if drawn is None:
+        return Found(_by_name(tokenizer, named))
+    for fmt in _candidates(tokenizer, named):
+        if _reads(fmt, drawn):
+            return Found(fmt)
+    return Found(unreadable=" ".join(drawn.split())[:120])
+
+
+def _by_name(tokenizer: Any, named: str | None) -> Format | None:
+    """The format that mlx-lm names, for a template that draws no calls."""
+    if named in FORMATS:
+        return FORMATS[named]
+    if tokenizer.has_tool_calling:
+        return _foreign(tokenizer, named or "unknown")
+    return None
+
+
+def _candidates(tokenizer: Any, named: str | None) -> Iterator[Format]:
+    if named in FORMATS:
+        yield FORMATS[named]
+    yield from FORMATS.values()
+    if tokenizer.has_tool_calling:
+        yield _foreign(tokenizer, named or "unknown")
+
+
+def _foreign(tokenizer: Any, name: str) -> Format:
+    return Format(
+        name,
+        (tokenizer.tool_call_start,),
+        tokenizer.tool_call_end or "",
+        Foreign(tokenizer.tool_parser),
+        SPACE + r"[^\s\w]",
+    )
+
+
+def _drawn(tokenizer: Any) -> str | None:
+    """The reply with the probe call, up to its end; None for a template that draws none."""
+    for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):
+        function = {"name": PROBE.name, "arguments": arguments}
+        call = {"id": "call00000", "type": "function", "function": function}
+        reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": ASKED}, reply],
+                tools=[PROBE.spec],
+                tokenize=False,
+                add_generation_prompt=False,
+            )
+        except Exception:  # templates raise whatever they like
+            continue
+        text = text.rpartition(ASKED)[2]
+        if PROBE.name in text:
+            return _up_to_stop(tokenizer, text)
+    return None
+
+
+def _up_to_stop(tokenizer: Any, text: str) -> str:
+    """A reply without the token that ends it; one before the call ends the user's turn."""
+    call = text.index(PROBE.name)
+    stops = [tokenizer.decode([i], skip_special_tokens=False) for i in tokenizer.eos_token_ids]
+    ends = [at for stop in stops if stop and (at := text.find(stop, call)) >= 0]
+    return text[: min(ends, default=len(text))]
+
+
+def _reads(fmt: Format, drawn: str) -> bool:
+    """Whether the format finds the probe call and reads it without having to mend anything."""
+    for match in regex.finditer(fmt.opening([PROBE.name]), drawn):
+        marker = match.end("start") if match.groupdict().get("start") else match.start("kept")
+        body = drawn[marker:]
+        if fmt.end and fmt.end in body:
+            body = body[: body.rindex(fmt.end)]
+        try:
+            calls = parse_calls(fmt, body, [PROBE])
+        except Refused:
+            continue
+        if [(c.notes, json.loads(c.arguments)) for c in calls] == [((), ARGUMENTS)]:
+            return True
+    return False
