@@ -308,7 +308,7 @@ def chat(
         quiet=run.quiet,
     )
     chosen = asked.settings_for(request, run.settings, run.resolved.origins["model"] != "default")
-    engine = generate.load_engine(chosen, quiet=run.quiet, verbose=run.verbose)
+    engine = generate.load_engine(chosen, tools=tools, quiet=run.quiet, verbose=run.verbose)
     from ds4cli.chat import loop
 
     raise typer.Exit(loop.run(engine, request, chosen, tools))

@@ -64,7 +64,9 @@ def run(request: GenerateRequest, settings: Settings) -> int:
         tokens.extend(prompt_tokens(vocabulary, settings, request))
         vocabulary.check_context(len(tokens))
 
-    engine = load_engine(settings, read_prompt, quiet=request.quiet, verbose=request.verbose)
+    engine = load_engine(
+        settings, read_prompt, tools=request.tools, quiet=request.quiet, verbose=request.verbose
+    )
     thinks = opens_thinking(engine, tokens)
     guard = make_guard(engine, request, thinks)
     session, said = engine.session(), len(engine.notices)
@@ -164,6 +166,17 @@ def read_tools(path: str | None) -> list[Tool]:
     return load_tools(path)
 
 
+def check_tools(vocabulary: Vocabulary, tools: Sequence[Tool], verbose: bool = False) -> None:
+    """UsageError where the model's calls of `tools` could not be read."""
+    if not tools:
+        return
+    from ds4cli.tools import require_format
+
+    fmt = require_format(vocabulary.tokenizer)
+    if verbose:
+        terminal.note(f"tool calls are read as `{fmt.name}`")
+
+
 # --- the model ----------------------------------------------------------------------------------
 
 
@@ -171,14 +184,23 @@ def load_engine(
     settings: Settings,
     before_weights: Callable[[Vocabulary], None] = lambda vocabulary: None,
     *,
+    tools: Sequence[Tool] = (),
     quiet: bool = False,
     verbose: bool = False,
 ) -> Engine:
     """Load the engine, with a spinner unless `quiet` and notices if `verbose`. What takes from the
-    model what this program is for is said without `verbose` too."""
+    model what this program is for is said without `verbose` too.
+
+    UsageError before the weights where calls of `tools` could not be read from this model.
+    """
     begin = time.perf_counter()
+
+    def check(vocabulary: Vocabulary) -> None:
+        check_tools(vocabulary, tools, verbose)
+        before_weights(vocabulary)
+
     with terminal.status(f"loading {settings.model}") if not quiet else contextlib.nullcontext():
-        engine = _engine_class().load(before_weights=before_weights, **_fields(settings))
+        engine = _engine_class().load(before_weights=check, **_fields(settings))
     if settings.model == "builtin" and not quiet:
         terminal.note(BUILTIN_NOTE)
     if engine.refusal and not quiet:

@@ -158,7 +158,27 @@ Current date: {{ date }}<|end|>
 {%- endfor %}
 {%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
 
+# Draws results only behind the call that they answer, the call's keys in its own order.
+ORPHANS = """<bos>
+{%- for m in messages %}
+{%- if m.role == 'tool' %}{% continue %}{% endif -%}
+<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}
+{{ m.content | trim }}
+{%- for call in m.tool_calls or [] -%}
+<tool_call>{{ call.function.name }}
+{%- for key, value in call.function.arguments | dictsort %} {{ key }}:{{ value }}{% endfor -%}
+</tool_call>
+{%- endfor %}
+{%- if m.tool_calls %}{% for r in messages[loop.index0 + 1:] if r.role == 'tool' -%}
+<start_of_turn>result {{ r.content }}<end_of_turn>
+{%- endfor %}{% else %}<end_of_turn>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}<start_of_turn>model
+{% endif %}"""
+
 SOURCES = {
+    "orphans": ORPHANS,
     "chatml": CHATML,
     "llama3": LLAMA3,
     "gemma": GEMMA,
@@ -168,6 +188,7 @@ SOURCES = {
     "gpt-oss": GPT_OSS,
 }
 ENDS = {
+    "orphans": "<end_of_turn>",
     "chatml": "<|im_end|>",
     "llama3": "<|eot_id|>",
     "gemma": "<end_of_turn>",
@@ -180,7 +201,9 @@ ENDS = {
 
 @cache
 def _compiled(name: str) -> jinja2.Template:
-    environment = jinja2.Environment(trim_blocks=False, lstrip_blocks=False)
+    environment = jinja2.Environment(
+        trim_blocks=False, lstrip_blocks=False, extensions=["jinja2.ext.loopcontrols"]
+    )
     environment.globals["raise_exception"] = _refuse
     return environment.from_string(SOURCES[name])
 

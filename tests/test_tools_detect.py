@@ -5,9 +5,11 @@ from __future__ import annotations
 import jinja2
 import pytest
 from test_tools_parse import BODIES
-from toolkit import EOS, tokenizer
+from toolkit import EOS, TOOLS, tokenizer
 
 from ds4cli.errors import UsageError
+from ds4cli.generate import check_tools
+from ds4cli.text.tokenizer import Vocabulary
 from ds4cli.tools import FORMATS, detect_format, require_format
 from ds4cli.tools.detect import find_format
 
@@ -78,6 +80,17 @@ def test_a_call_that_cannot_be_read_is_named():
     wrapper = with_template("json_tools", "<tool_call>CALL get_weather WITH 3 Ulm</tool_call>")
     with pytest.raises(UsageError, match=r"cannot be read.*CALL get_weather"):
         require_format(wrapper)
+
+
+def test_what_cannot_be_read_is_refused_before_the_weights(capsys):
+    """A minute of loading, and then that the model takes no tools; the format in use is not said."""
+    wrapper = with_template("json_tools", "<tool_call>CALL get_weather WITH 3 Ulm</tool_call>")
+    with pytest.raises(UsageError, match="cannot be read"):
+        check_tools(Vocabulary(wrapper), TOOLS)
+    check_tools(Vocabulary(wrapper), [])
+    good = with_template("json_tools", "<tool_call>" + drawn("json_tools") + "</tool_call>")
+    check_tools(Vocabulary(good), TOOLS, verbose=True)
+    assert "`json_tools`" in capsys.readouterr().err
 
 
 def test_a_template_without_calls():

@@ -15,6 +15,7 @@ from ds4cli.chat import journal
 from ds4cli.chat.journal import Journal
 from ds4cli.chat.transcript import Line, Scribe, Transcript, Turn
 from ds4cli.errors import StateError, UsageError
+from ds4cli.text.chat_template import ChatTemplate
 from ds4cli.text.editing import edit_tokens
 from ds4cli.tokens import common_prefix
 
@@ -168,6 +169,44 @@ def test_tool_results_follow_a_call():
     text = decode(list(line.turns[-1].tokens))
     assert text.startswith("<|call|><|start|>functions.clock to=assistant")
     assert text.endswith("12:00<|end|><|start|>assistant")
+
+
+def test_results_are_drawn_behind_the_call_that_they_answer():
+    """Guards: a result that never reaches the model, because what follows a reply was drawn without
+    the reply's calls, and the template leaves out a result without one."""
+    writer = scribe("orphans")
+    call = {
+        "id": "call_5_0",
+        "function": {"name": "clock", "arguments": '{"zone": "UTC", "at": 1}'},
+    }
+    raw = "Well.<tool_call>clock zone:UTC at:1</tool_call>"
+    line = writer.ask(writer.begin(None), user("time?"))
+    line = line.plus(Turn("assistant", "Well.", tuple(encode(raw)), 0, "tool", calls=(call,)))
+    line = writer.ask(line, Turn("tool", "12:00", calls=(call,)))
+    text = decode(list(line.turns[-1].tokens))
+    assert text == "<start_of_turn>result 12:00<end_of_turn>"
+
+
+@pytest.mark.parametrize("wants", ["text", "short ids"])
+def test_calls_are_drawn_as_the_template_takes_them(wants):
+    """Guards: a template refused for the ids of calls, or for arguments that are no text."""
+
+    def render(messages, add_generation_prompt):
+        for m in messages:
+            for c in m.get("tool_calls", ()):
+                assert wants == "short ids" or isinstance(c["function"]["arguments"], str)
+                assert wants == "text" or len(c["id"]) == 9
+        ids = [c["id"] for m in messages for c in m.get("tool_calls", ())]
+        answered = [m["tool_call_id"] for m in messages if m["role"] == "tool"]
+        assert answered in ([], ids)
+        return "".join(f"[{m['role']}]{m['content']}<call>" for m in messages)
+
+    writer = Scribe(ChatTemplate(render, encode), decode)
+    call = {"id": "call_5_0", "function": {"name": "clock", "arguments": "{}"}}
+    line = writer.ask(writer.begin(None), user("time?"))
+    line = line.plus(Turn("assistant", "", tuple(encode("<call>")), 0, "tool", calls=(call,)))
+    line = writer.ask(line, Turn("tool", "12:00", calls=(call,)))
+    assert decode(list(line.turns[-1].tokens)) == "[tool]12:00<call>"
 
 
 def test_two_tool_results_make_two_turns():

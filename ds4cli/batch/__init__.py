@@ -64,7 +64,9 @@ def run(request: BatchRequest, settings: Settings) -> int:
         results.begin(replies.made_with(settings, tools))
         if total == 0:
             return 0
-        engine = generate.load_engine(settings, quiet=request.quiet, verbose=request.verbose)
+        engine = generate.load_engine(
+            settings, tools=tools, quiet=request.quiet, verbose=request.verbose
+        )
         results.check_model(model_fingerprint(engine))
         return _answer(request, engine, tools, lines, results, total)
 

@@ -103,7 +103,9 @@ class Planner:
     def _tokens(self, item: Item) -> list[int]:
         if self.is_raw(item):
             return self.vocabulary.encode(item.prompt)
-        specs = [tool.spec for tool in self.tools_of(item)] or None
+        tools = self.tools_of(item)
+        generate.check_tools(self.vocabulary, tools)
+        specs = [tool.spec for tool in tools] or None
         messages = as_messages(item, self.settings.system)
         return self.vocabulary.render(messages, tools=specs, think=self.settings.think)
 

@@ -106,6 +106,7 @@ class ReplyText:
         self._after_call = ""  # white space after it, not shown
         self._reported = 0
         self._stopped = False  # by a stop string: no more text
+        self._remarks: list[str] = []  # on calls, for the user
 
     @property
     def pos(self) -> int:
@@ -149,19 +150,29 @@ class ReplyText:
             return self._take_after_call(text, step)
         if step is not None and step.event == "closed":
             self._closed(step)
+        if step is not None and step.event == "refused":
+            self._remarks.append(f"a tool call was left as text: {step.reason}")
         return text, Taken("", step=step) if step is not None and step.event else None
 
     def _closed(self, step: GuardStep) -> None:
-        self.calls.extend(step.calls)
+        self._add(step.calls)
         self._closed_at = self.pos
+
+    def _add(self, calls: Sequence[ParsedCall]) -> None:
+        self.calls.extend(calls)
+        self._remarks += [f"tool call `{c.name}`: {note}" for c in calls for note in c.notes]
 
     def _take_after_call(self, text: str, step: GuardStep) -> tuple[str, Taken | None]:
         """Another call may follow; any other text means that the reply ended with the call."""
+        if step.bad_pos is not None:  # the next call begins wrong: that token is taken back
+            return "", Taken("", step=step)
         self._after_call += text
-        if step.event == "open" or (step.event is None and not self._after_call.strip()):
-            if step.event == "open":
-                text, self._after_call, self._closed_at = self._after_call, "", None
-                return text, Taken("", step=step)
+        if step.event in ("open", "closed"):  # one token may do both
+            shown, self._after_call, self._closed_at = self._after_call, "", None
+            if step.event == "closed":
+                self._closed(step)
+            return shown, Taken("", step=step)
+        if step.event is None and not self._after_call.strip():
             return "", None
         return "", Taken("", keep=self._closed_at, reason="tool")
 
@@ -217,10 +228,11 @@ class ReplyText:
         if self.guard is not None:
             end = self.guard.finish(reason)
             text, note = end.emit + text, end.reason
-            if end.calls and reason == "stop":
-                self.calls.extend(end.calls)
+            if end.calls and reason in ("stop", "length"):
+                self._add(end.calls)
                 reason = "tool"
         tokens = self._report(len(self.tokens))
+        note = "; ".join(dict.fromkeys([*self._remarks, *([note] if note else [])]))
         return tokens, "" if self._stopped else self._rest(text), reason, note
 
     def _rest(self, text: str) -> str:

@@ -8,6 +8,8 @@ redraws what stands before it.
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -102,15 +104,40 @@ class ChatTemplate:
     def _following_text(
         self, system: str | None, history: Sequence[Message], new: Sequence[Message], reply: str
     ) -> str:
+        if history[-1].get("tool_calls"):
+            return self._after_calls(system, history, new, reply)
         marked = {"role": "assistant", "content": REPLY}
         shortest = [_user("a"), marked]
         for past in ([*history[:-1], marked], shortest):
             text = self._try([*self._with_system(system, past), *new])
             if text is not None and REPLY in text:
                 return text[text.rindex(REPLY) + len(REPLY) :]
-        # A template that wants the calls in front of a tool's answer: find the reply's own end.
-        text = self._render([*self._with_system(system, history), *new])
-        return text[_end_of(reply, text, self._render(self._with_system(system, history), False)) :]
+        return self._behind(reply, self._with_system(system, history), new)
+
+    def _after_calls(
+        self, system: str | None, history: Sequence[Message], new: Sequence[Message], reply: str
+    ) -> str:
+        """What follows a reply that called tools: templates frame results by the calls in front of
+        them, so these are drawn, in the first spelling that the template takes."""
+        said = self._with_system(system, history)
+        for spelled in SPELLINGS:
+            past, more = ([spelled(m) for m in part] for part in (said, new))
+            if self._try([*past, *more]) is not None:
+                return self._behind(reply, past, more)
+        return self._behind(reply, said, new)
+
+    def _behind(self, reply: str, past: list[Message], new: Sequence[Message]) -> str:
+        """What the template draws behind the reply, the last message of `past`.
+
+        The reply may be drawn otherwise than it was sampled, but its last characters are the same:
+        it ends behind its longest ending that stands between its beginning and the next message.
+        """
+        text = self._render([*past, *new])
+        named = self._try([*past, {**new[0], "content": MARKER}, *new[1:]]) or text
+        end = named.find(MARKER)
+        end = common_prefix(text, named) if end < 0 else end
+        begin = common_prefix(text, self._try(past[:-1], False) or "")
+        return text[_end_of(reply, text[begin:end]) + begin :]
 
     def cue(self, system: str | None, messages: Sequence[Message]) -> int:
         """Tokens of the generation prompt, the last ones of `opening` or `following`."""
@@ -145,9 +172,9 @@ class ChatTemplate:
         first, *rest = messages
         return [{**first, "content": f"{system}\n\n{first['content']}"}, *rest]
 
-    def _try(self, messages: list[Message]) -> str | None:
+    def _try(self, messages: list[Message], add_generation_prompt: bool = True) -> str | None:
         try:
-            return self.render(messages, True)
+            return self.render(messages, add_generation_prompt)
         except Exception:
             return None
 
@@ -162,18 +189,57 @@ def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _end_of(reply: str, text: str, closed: str) -> int:
-    """Where the reply ends in `text`: after its longest ending that also stands in `closed`.
-
-    closed: the same conversation up to the reply. A call may be drawn with other white space than
-    it was sampled with, but its last characters are the same.
-    """
+def _end_of(reply: str, drawn: str) -> int:
+    """Where the reply's longest ending that stands in `drawn` ends there."""
     reply = reply.rstrip()
     low, high = 0, min(len(reply), 4096)
     while low < high:  # if an ending occurs, so do all shorter ones
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if reply[-middle:] in closed else (low, middle - 1)
-    end = closed.rindex(reply[len(reply) - low :]) + low
-    if not low or text[:end] != closed[:end]:
+        low, high = (middle, high) if reply[-middle:] in drawn else (low, middle - 1)
+    if not low:
         raise UsageError("the chat template does not show the last reply")
-    return end
+    return drawn.rindex(reply[len(reply) - low :]) + low
+
+
+# How templates want calls and results: as they are, with the arguments as text, with ids of nine
+# letters (Mistral), or both.
+
+
+def _with_text(message: Message) -> Message:
+    """The arguments of calls as JSON text."""
+    calls = [
+        {**call, "function": {**function, "arguments": _json_text(function["arguments"])}}
+        for call in message.get("tool_calls", ())
+        for function in (call["function"],)
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _json_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _with_short_ids(message: Message) -> Message:
+    """Ids of nine letters and digits, the same for a call and its result."""
+    if "tool_call_id" in message:
+        return {**message, "tool_call_id": _short_id(message["tool_call_id"])}
+    calls = [
+        {**call, "id": _short_id(call.get("id", ""))} for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _short_id(name: str) -> str:
+    return f"{zlib.crc32(name.encode()):09d}"[-9:]
+
+
+def _as_it_is(message: Message) -> Message:
+    return message
+
+
+SPELLINGS: tuple[Callable[[Message], Message], ...] = (
+    _as_it_is,
+    _with_text,
+    _with_short_ids,
+    lambda message: _with_text(_with_short_ids(message)),
+)
