@@ -83,7 +83,7 @@ def test_a_call_that_cannot_be_read_is_named():
 
 
 def test_what_cannot_be_read_is_refused_before_the_weights(capsys):
-    """A minute of loading, and then that the model takes no tools; the format in use is not said."""
+    """A minute of loading, and then that the model takes no tools; a format nobody is told."""
     wrapper = with_template("json_tools", "<tool_call>CALL get_weather WITH 3 Ulm</tool_call>")
     with pytest.raises(UsageError, match="cannot be read"):
         check_tools(Vocabulary(wrapper), TOOLS)

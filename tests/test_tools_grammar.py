@@ -246,6 +246,7 @@ def test_every_escape_of_json_may_be_written(text):
         ({"type": "string", "pattern": "^\\p{L}+$"}, '"Łódź"', '"1"'),
         ({"type": "string", "format": "date"}, '"soon"', "1"),
         ({"patternProperties": {"^\\p{L}$": {"type": "integer"}}}, '{"é": 1}', '{"é": "x"}'),
+        ({"enum": [1, "x"]}, "1.0", "1.5"),
         ({"anyOf": [{"type": "integer"}, {"const": "all"}]}, '"all"', '"some"'),
         ({"properties": {"a": False}, "type": "object"}, '{"b": 1}', '{"a": 1}'),
     ],

@@ -186,7 +186,9 @@ class Values:
         if value is None or isinstance(value, bool):
             return " | ".join(quoted(word) for word in self.syntax.spellings(value))
         if not isinstance(value, str):
-            return quoted(json.dumps(value))
+            whole = int(value) if float(value).is_integer() else value
+            ways = dict.fromkeys([json.dumps(whole), json.dumps(value), json.dumps(float(value))])
+            return " | ".join(quoted(way) for way in ways)
         if not self.syntax.escapes:
             return quoted(f"{self.syntax.quotes[0]}{value}{self.syntax.quotes[0]}")
         bare = [value] if self.syntax.bare_texts and regex.fullmatch(BARE_TEXT, value) else []
