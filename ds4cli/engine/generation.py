@@ -85,6 +85,10 @@ class Generation:
             return drafts
         return drafts[: max(0, self._reply.guard.filter([first, *drafts]) - 1)]
 
+    def forced(self, tokens: list[int]) -> list[int]:
+        """What an open tool call leaves no choice about behind `tokens`, which come next."""
+        return self._reply.guard.forced(tokens) if self.region == "tool" else []
+
     # -- the reply --------------------------------------------------------------------------------
 
     def events(self) -> Iterator[Event]:

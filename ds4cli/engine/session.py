@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from ds4cli.tools import Guard
 
 
+# Who guessed what a grammar leaves no choice about, in the counts.
+FORCED = "grammar"
+
+
 @dataclass(frozen=True)
 class Step:
     """One block's outcome: the tokens it committed, or "stop" when the next token is an EOS."""
@@ -102,6 +106,7 @@ class Session:
         self.drafter = drafter
         self.stats = Stats(drafter=drafter.name)
         self.policy = DraftPolicy(engine.settings, engine.experience)
+        self._guessed_by = ""  # whose guesses are fed
         self._timeline = timeline
         timeline.observer = self._observe if drafter.taps else None
         self._owner = threading.current_thread()
@@ -281,7 +286,7 @@ class Session:
             return Step([], "stop")
         if drafts is None:
             drafts = self._propose(first, max_tokens)
-            return Step(self._verify([first, *drafts], self.policy.source))
+            return Step(self._verify([first, *drafts], self._guessed_by))
         self.engine.check_tokens(drafts)
         return Step(self._verify([first, *drafts], "given"))
 
@@ -319,14 +324,29 @@ class Session:
         return self.drafter.name != "none"
 
     def _propose(self, first: int, max_tokens: int | None) -> list[int]:
-        """Guesses for what follows `first`, the token that is fed next."""
+        """Guesses for what follows `first`, the token that is fed next: what an open call leaves no
+        choice about, or the drafter's, if these say no other and more, and what must follow."""
         if not self._is_drafting:
             return []
         self._look_up_prices()
-        drafts = self._ask(self.policy.draft, first, self._room(max_tokens))
-        if self.generation is None or not drafts:
-            return drafts
-        return self.generation.allowed(first, drafts)
+        room = self._room(max_tokens)
+        forced, drafts = self._forced([first], room), []
+        if not forced or all(part.is_free for part in self.drafter.parts):
+            drafts = self._ask(self.policy.draft, first, room)
+        self._guessed_by = self.policy.source
+        if self.generation is not None and drafts:
+            drafts = self.generation.allowed(first, drafts)
+        if forced and drafts[: len(forced)] != forced:
+            self._guessed_by = FORCED
+            return forced
+        return [*drafts, *self._forced([first, *drafts], room - len(drafts))] if drafts else []
+
+    def _forced(self, tokens: list[int], room: int) -> list[int]:
+        """What the syntax of an open call lets follow `tokens`, where that is one text only."""
+        if self.generation is None or room <= 0:
+            return []
+        most = self.engine.settings.num_draft_tokens
+        return self.generation.forced(tokens)[: room if most is None else min(room, most)]
 
     def _ask(self, question: Callable[..., Any], last: int, room: int) -> Any:
         """Ask the controller about the text that ends with `last`."""
@@ -450,7 +470,7 @@ class Session:
                 continue
             drafts = self._propose(first, left)
             if drafts or not self._runs_ahead:
-                yield Step(self._verify([first, *drafts], self.policy.source))
+                yield Step(self._verify([first, *drafts], self._guessed_by))
             else:
                 yield from self._plain_steps(first, end)
 
@@ -485,8 +505,10 @@ class Session:
         """Whether to feed guesses once the call on `token`, which runs, is done."""
         if not self._is_drafting:
             return False
-        left = None if end is None else end - self.pos
-        return self._ask(self.policy.wants, token, self._room(left)) or self._is_to_measure
+        room = self._room(None if end is None else end - self.pos)
+        if len(self._forced([token], room)) > 1:  # the first of them is what this call picks
+            return True
+        return self._ask(self.policy.wants, token, room) or self._is_to_measure
 
     @property
     def _is_to_measure(self) -> bool:

@@ -12,6 +12,7 @@ values.py    Lark rules for the values of a schema
 lark.py      Lark rules for calls, one writer per style
 grammar.py   the rules compiled by llguidance, for one vocabulary
 matcher.py   follows one open call with its grammar
+forcing.py   what a call's syntax leaves no choice about, as guesses
 guard.py     watches a reply, says where to go back to
 running.py   a tool's command; tool results as plain text
 """

@@ -39,9 +39,10 @@ ARGUMENTS = {"city": "Ulm", "days": 3}
 @dataclass(frozen=True)
 class Found:
     """fmt: the format, None where there is none. unreadable: a call as the template draws it, where
-    no format can read that."""
+    no format can read that. drawn: a call as the template draws it; "" where it draws none."""
 
     fmt: Format | None = None
+    drawn: str = ""
     unreadable: str = ""
 
 
@@ -57,7 +58,7 @@ def find_format(tokenizer: Any) -> Found:
     if tokenizer not in _found:
         found = _find(tokenizer)
         if found.fmt is not None and found.fmt.end and _is_stop(tokenizer, found.fmt.end):
-            found = Found(replace(found.fmt, end=""))
+            found = replace(found, fmt=replace(found.fmt, end=""))
         _found[tokenizer] = found
     return _found[tokenizer]
 
@@ -94,7 +95,7 @@ def _find(tokenizer: Any) -> Found:
         return Found(_by_name(tokenizer, named))
     for fmt in _candidates(tokenizer, named):
         if _reads(fmt, drawn):
-            return Found(fmt)
+            return Found(fmt, drawn)
     return Found(unreadable=" ".join(drawn.split())[:120])
 
 

@@ -18,6 +18,8 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from ds4cli.tools.declared import Tool
+from ds4cli.tools.detect import find_format
+from ds4cli.tools.forcing import layouts
 from ds4cli.tools.formats import Format
 from ds4cli.tools.lark import NoGrammar, Writer
 
@@ -34,6 +36,8 @@ class Grammar:
         self.vocab = _vocabulary_for(tokenizer, fmt)
         self.notices: list[str] = []
         self._root = self._compile(fmt, tools)
+        self._strict: list[LLMatcher | None] = []
+        self._source = fmt, list(tools), find_format(tokenizer).drawn
         self.build_s = time.perf_counter() - begin
 
     def _compile(self, fmt: Format, tools: Sequence[Tool]) -> LLMatcher:
@@ -61,6 +65,22 @@ class Grammar:
     def matcher(self) -> LLMatcher:
         """A matcher that stands before the start marker."""
         return self._root.deep_copy()
+
+    def strict(self, layout: int) -> LLMatcher | None:
+        """A matcher that leaves no choice where a template's layout, the n-th to try, leaves none;
+        None where there is no such layout. Built when it is first asked for."""
+        if not self._strict:
+            self._strict = self._compile_strict()
+        root = self._strict[layout] if layout < len(self._strict) else None
+        return None if root is None else root.deep_copy()
+
+    def _compile_strict(self) -> list[LLMatcher | None]:
+        fmt, tools, drawn = self._source
+        if not drawn:
+            return [None]
+        lark = Writer(fmt, tools, drawn=drawn).lark()
+        tried = [self._try(layout.applied(lark)) for layout in layouts(fmt, drawn)]
+        return [None if error else matcher for matcher, error in tried]
 
     def tokens_of(self, data: bytes) -> list[int]:
         """Tokens that spell `data`; [] when the vocabulary cannot."""

@@ -17,6 +17,7 @@ of the tokens it was fed: one small snapshot per position, so `rewind` is a trun
     rewind(pos)              the session went back: forget the tokens from `pos` on. After "left"
                              and "broken" that has happened already, and doing it again is harmless.
     filter(tokens)           how many of a block's tokens may be fed; asks, changes nothing
+    forced(tokens)           what must follow these in the open call, for guesses; the same
     is_open, opened          whether a call is open, and where it began
     settled                  tokens before this position cannot be taken back by a repair
     finish(reason)           the reply has ended: hands out what is held back, and what the end
@@ -534,6 +535,15 @@ class Guard:
         """
         matcher = self._matcher(self._state) if self.is_open else None
         return len(tokens) if matcher is None else matcher.fitting(tokens)
+
+    def forced(self, tokens: Sequence[int]) -> list[int]:
+        """What the call's syntax lets follow `tokens`, the next token and the guesses behind it,
+        where that is one text only. Guesses: nothing else depends on them.
+        """
+        matcher = self._matcher(self._state) if self.is_open else None
+        if matcher is None:
+            return []
+        return matcher.forced(self._ids[self._state.opened - self._base :], tokens)
 
     def _left(self, bad: int, opened: int, token: int | None = None) -> GuardStep:
         token = self._ids[bad - self._base] if token is None else token

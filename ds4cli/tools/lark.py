@@ -36,6 +36,7 @@ from ds4cli.tools.values import (
 
 _OPEN = {"type": "object"}  # any arguments
 _GAP = r"[ \t\r\n]{1,40}"  # between calls
+ANY_TEXT = r"(.|\n)*"
 _SEPARATED = '(WS? ("," | ";"))? GAP?'
 
 
@@ -44,28 +45,39 @@ class NoGrammar(Exception):
 
 
 class Writer:
-    """Writes the Lark text for calls of `tools`; those named in `loose` take any arguments."""
+    """Writes the Lark text for calls of `tools`; those named in `loose` take any arguments.
+    drawn: see `Rules`."""
 
     def __init__(
-        self, fmt: Format, tools: Sequence[Tool], loose: frozenset[str] = frozenset()
+        self,
+        fmt: Format,
+        tools: Sequence[Tool],
+        loose: frozenset[str] = frozenset(),
+        drawn: str = "",
     ) -> None:
         self.fmt, self.tools = fmt, tools
         self.schemas = [_OPEN if t.name in loose else t.arguments_schema for t in tools]
-        self.rules = Rules()
+        self.rules = Rules(drawn)
         self.notices: list[str] = []
 
     def lark(self) -> str:
-        fmt = self.fmt
-        ways = (
-            [f"{self._start()} LEAD? {self._calls(fmt.style)} {self._end()}"] if fmt.starts else []
-        )
-        ways += [self._kept()] if fmt.kept else []
-        self.rules.define("start", " | ".join(ways))
+        self.rules.define("start", " | ".join(self._ways()))
         self.rules.define("LEAD", f"/{LEAD}/")
         self.rules.define("WS", f"/{SPACE}/")
         self.rules.define("GAP", f"/{_GAP}/")
         self.rules.define("TAIL", r"/(.|\n)+/")
-        return "\n".join(['%llguidance {"no_forcing": true}', *self.rules.lines.values()])
+        options = "{}" if self.rules.drawn else '{"no_forcing": true}'
+        return "\n".join([f"%llguidance {options}", *self.rules.lines.values()])
+
+    def _ways(self) -> list[str]:
+        """A call with its marker, and one without."""
+        fmt, drawn = self.fmt, self.rules.drawn
+        ways = []
+        if fmt.starts and (not drawn or any(start in drawn for start in fmt.starts)):
+            ways.append(f"{self._start()} LEAD? {self._calls(fmt.style)} {self._end()}")
+        if fmt.kept and not (drawn and ways):
+            ways.append(self._kept())
+        return ways
 
     def _calls(self, style: Style) -> str:
         match style:
@@ -83,7 +95,7 @@ class Writer:
                 raise NoGrammar(f"only its own parser knows the `{self.fmt.name}` format")
 
     def _start(self) -> str:
-        return "(" + " | ".join(quoted(s) for s in self.fmt.starts) + ")"
+        return "(" + " | ".join(quoted(s) for s in self.rules.usual([*self.fmt.starts])) + ")"
 
     def _end(self) -> str:
         """A call that a stop token ends has nothing behind it: the matcher accepts the stop token
@@ -143,9 +155,14 @@ class Writer:
                 continue
             members = [
                 (f"{_member(values, [style.name])} {name}", style.name),
-                (f"{_member(values, style.arguments)} {arguments}", style.arguments[0]),
-                *((f"{_member(values, [key])} {values.any_text()}", key) for key in style.more),
+                (
+                    f"{_member(values, self.rules.usual([*style.arguments]))} {arguments}",
+                    style.arguments[0],
+                ),
             ]
+            if not self.rules.drawn:
+                texts = values.any_text()
+                members += [(f"{_member(values, [key])} {texts}", key) for key in style.more]
             needed = {style.name, style.arguments[0]}
             body = values.ordered(members, needed, 'WS? "}"', 'WS? "," WS?')
             calls.append(f'"{{" WS? {body}')
@@ -226,24 +243,34 @@ class Writer:
     def _tagged_call(self, index: int, tool: Tool, style: Tagged, kept: str) -> str:
         values = self._values(index, style.values)
         keys, required, more = self._declared(index)
-        bits = numbered(list(keys), required)
-        rest = f"t{index}{kept}"
-        lines = [
-            f"{self._call_end(style, kept)}{given(bits[k] for k in sorted(required & set(bits)))}"
+        written = [
+            (f"{self._terminal(style.key_open + key, style.key_close)} {body}", key)
+            for key, sub in keys.items()
+            if (body := self._element(key, sub, values, style)) is not NEVER
         ]
-        for key, sub in keys.items():
-            head = self._terminal(style.key_open + key, style.key_close)
-            if (body := self._element(key, sub, values, style)) is not NEVER:
-                lines.append(f"{head} {body} {marked(rest, bits, key)}")
-                lines += self._unclosed(head, sub, index, style, bits, required - {key})
-        if more:
-            lines.append(
-                f"{self._other(style)} {self._text(style, style.value_close)} {marked(rest, bits)}"
-            )
+        end = self._call_end(style, kept)
+        if self.rules.drawn:
+            rest = values.in_order(written, required, end, "")
+        else:
+            rest = self._any_order(f"t{index}{kept}", written, required, end, more)
         head = f"{quoted(style.call_open + tool.name)} {_pattern(style.name_close)}"
-        self.rules.define(marked(rest, bits), "\n  | ".join(lines))
         self._said(values)
-        return self.rules.define(f"c{index}{kept}", f"{head} {rest}{'::0x0' if bits else ''}")
+        return self.rules.define(f"c{index}{kept}", f"{head} {rest}")
+
+    def _any_order(
+        self, name: str, written: list[tuple[str, str]], required: set[str], end: str, more: bool
+    ) -> str:
+        """The elements of a call, each at most once, and its end; `more`: others among them."""
+        style, bits = self.fmt.style, numbered([key for _, key in written], required)
+        lines = [f"{end}{given(bits[k] for k in sorted(required & set(bits)))}"]
+        for rule, key in written:
+            lines.append(f"{rule} {marked(name, bits, key)}")
+            lines += self._unclosed(rule, key, bits, required - {key})
+        if more:
+            text = self._text(style, style.value_close)
+            lines.append(f"{self._other(style)} {text} {marked(name, bits)}")
+        self.rules.define(marked(name, bits), "\n  | ".join(lines))
+        return f"{name}::0x0" if bits else name
 
     def _call_end(self, style: Tagged, kept: str) -> str:
         """What closes a call. White space is part of these terminals: the lexer takes the longest
@@ -254,23 +281,19 @@ class Writer:
         end = f"GAP? {quoted(self.fmt.end)} TAIL?"
         return f"{close} ({end})?" if kept else f"{close} {end}"
 
-    def _unclosed(
-        self,
-        head: str,
-        sub: Any,
-        index: int,
-        style: Tagged,
-        bits: dict[str, int],
-        required: set[str],
-    ) -> list[str]:
+    def _unclosed(self, rule: str, key: str, bits: dict[str, int], required: set[str]) -> list[str]:
         """The last text of a call may lack its closing tag: the call's own tags end it."""
-        takes_text = "string" in json_schema.types_of(sub, self.schemas[index])
-        if not _has_unclosed(self.fmt) or not takes_text:
+        style = self.fmt.style
+        if not _has_unclosed(self.fmt):
+            return []
+        text = self._text(style, style.closes(key))
+        if not rule.endswith(f" {text}"):
             return []
         both = rf"{escaped(style.call_close)}[ \t\r\n]*{escaped(self.fmt.end)}"
         tagged = rf"/(.|\n)*{escaped(style.value_close)}(.|\n)*/"
-        text = self.rules.define("UNCLOSED", rf"/(.|\n)*{both}/ & ~{tagged}")
-        return [f"{head} {text} TAIL?{given(bits[k] for k in sorted(required & set(bits)))}"]
+        open_text = self.rules.define("UNCLOSED", rf"/(.|\n)*{both}/ & ~{tagged}")
+        done = given(bits[k] for k in sorted(required & set(bits)))
+        return [f"{rule.removesuffix(text)} {open_text} TAIL?{done}"]
 
     def _other(self, style: Tagged) -> str:
         """The head of an argument that is not declared."""
@@ -288,7 +311,7 @@ class Writer:
         second = "".join(sorted({escaped(f[1]) for f in follow}))
         inner = rf"[ \t\r\n]*([^{first} \t\r\n]|[{first}][^{second}])(.|\n)*{close}"
         tag = "" if value_close == style.value_close else f"_{value_close.encode().hex()}"
-        text = self.rules.define(f"text{tag}[lazy]", rf"/(.|\n)*{close}/")
+        text = self.rules.define(f"text{tag}[lazy]", rf"/{ANY_TEXT}{close}/")
         more = self.rules.define(f"inner{tag}[lazy]", f"/{inner}/")
         return self.rules.define(f"anytext{tag}", f"{text} {more}*")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ds4cli.tools.forcing import Forced
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
@@ -24,6 +26,7 @@ class CallMatcher:
         self.live: LLMatcher | None = grammar.matcher() if self._lead else None
         self.gave_up = ""
         self._taken = 0  # tokens that the matcher has consumed: the lead, then one per token
+        self._forced = Forced(grammar, self._lead) if self._lead else None
 
     def follow(self, ids: Sequence[int]) -> None:
         """Consume what is new in `ids`, all tokens of the call; stops before one that is refused.
@@ -52,6 +55,10 @@ class CallMatcher:
     def fitting(self, tokens: Sequence[int]) -> int:
         """How many of `tokens` may follow. No side effect."""
         return self.live.validate_tokens(list(tokens))
+
+    def forced(self, ids: Sequence[int], ahead: Sequence[int]) -> list[int]:
+        """Guesses for what follows `ahead`, which follows `ids`, all tokens of the call."""
+        return [] if self._forced is None else self._forced.after(ids, ahead)
 
     def rewind(self, end: int) -> bool:
         """Forget the tokens from position `end` on. False where that is the whole call."""

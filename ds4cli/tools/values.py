@@ -31,6 +31,7 @@ _JSON_TEXT = rf'"([^"\\\x00-\x1f]|\\(["\\\/bfnrt]|{_CODE}))*"'
 _NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?"
 _INTEGER = r"-?(0|[1-9][0-9]*)(\.0+)?"
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+PROBED = "city"  # an argument of the call that templates draw
 NEVER = None  # the rule of a value that no text spells
 
 
@@ -58,9 +59,12 @@ def is_whole(lark: str) -> bool:
 
 
 class Rules:
-    """The rules of one grammar, each written once."""
+    """The rules of one grammar, each written once. drawn: a call as the model's template draws it;
+    given that, the rules take the one spelling of it and keys in the order of their schema.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, drawn: str = "") -> None:
+        self.drawn = drawn
         self.lines: dict[str, str] = {}
         self._names: dict[str, str] = {}
 
@@ -69,6 +73,12 @@ class Rules:
         plain = name.partition("[")[0].removesuffix("::_")
         self.lines[plain] = f"{name}: {body}"
         return plain
+
+    def usual(self, ways: list[str]) -> list[str]:
+        """The ways to spell something: all of them, or the one that is drawn."""
+        if not self.drawn:
+            return ways
+        return [next((way for way in ways if way and way in self.drawn), ways[0])]
 
     def shared(self, body: str) -> str:
         """A rule with this body, whatever its name."""
@@ -300,9 +310,15 @@ class Values:
 
     def _key(self, key: str) -> str:
         if not self.syntax.bare_keys:
-            return " | ".join(quoted(text) for text in _spelled(key, self.syntax))
+            ways = _spelled(key, self.syntax)
+            single = bool(self.rules.drawn) and f'"{PROBED}"' not in self.rules.drawn
+            ways = [w for w in ways if w[0] == "'"] or ways if single else ways
+            ways = ways[:1] if self.rules.drawn else ways
+            return " | ".join(quoted(text) for text in ways)
         wrapped = f"{self.syntax.quotes[0]}{key}{self.syntax.quotes[0]}"
         is_plain = not any(c in ":{}[],\"'<" or c.isspace() for c in key)
+        if self.rules.drawn and is_plain:
+            return quoted(key)
         return " | ".join(quoted(k) for k in ([key, wrapped] if is_plain else [wrapped]))
 
     def _next(self) -> int:
@@ -333,6 +349,8 @@ class Values:
         other: str | None = NEVER,
     ) -> str:
         """The same for members as (their rule, their name)."""
+        if self.rules.drawn:
+            return self.in_order(written, required, close, comma)
         bits = numbered([name for _, name in written], required)
         first, rest = (f"{self.name}_{kind}{self._next()}" for kind in ("k", "r"))
         lines = [f"{rule} {marked(rest, bits, name)}" for rule, name in written]
@@ -348,12 +366,28 @@ class Values:
         begin = f"{first}::0x0" if bits else first
         return f"({begin}{'' if required & set(bits) else f' | {close}'})"
 
+    def in_order(
+        self, written: list[tuple[str, str]], required: set[str], close: str, comma: str
+    ) -> str:
+        """The same in the order given: what a template draws."""
+        name = f"{self.name}_o{self._next()}"
+        for given_any in (0, 1):
+            self.rules.define(f"{name}_{len(written)}_{given_any}", close)
+            for i, (rule, key) in enumerate(written):
+                before = comma if given_any else ""
+                ways = [f"{before} {rule} {name}_{i + 1}_1"]
+                ways += [] if key in required else [f"{name}_{i + 1}_{given_any}"]
+                self.rules.define(f"{name}_{i}_{given_any}", " | ".join(ways))
+        return f"{name}_0_0"
+
     def wrapped(self, sub: Any, depth: int) -> str | None:
         """A member's value; where the syntax may put quotes around all of them, with these."""
         value, types = self.value(sub, depth), json_schema.types_of(sub, self.root)
         if not self.syntax.wraps or depth > 1 or value is NEVER or types <= {"string"}:
             return value
         ways = [value]
+        if self.rules.drawn and not any(f"{q}3" in self.rules.drawn for q in self.syntax.quotes):
+            return value
         for quote in self.syntax.quotes:
             name = f"{self.name}_w{self._next()}"
             inner = Values(self.rules, self.syntax.inside(quote), self.root, name)
