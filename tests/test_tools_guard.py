@@ -4,13 +4,14 @@ repairs.
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 from test_tools_parse import BODIES
 from toolkit import EOS, TOOLS, encode, pieces, play, tokenizer
 
-from ds4cli.tools import FORMATS, Guard
+from ds4cli.tools import FORMATS, Guard, Tool
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
@@ -139,6 +140,90 @@ def test_calls_without_their_opening_marker_are_found(name, end):
     steps = play(Guard(wrapper, TOOLS), wrapper, "Well." + WITHOUT_MARKER[name] + tail)
     assert events(steps) == ["open", "closed"], steps[-1]
     assert steps[-1].calls[0].arguments == '{"city": "Paris"}' and shown(steps) == "Well."
+
+
+ODD = [
+    Tool("9-lives", "", {"type": "object", "properties": {"$a b": {"type": "string"}},
+         "required": ["$a b"]}),
+    Tool("get-it.now", "", {"type": "object", "properties": {"x y": {"type": "integer"}}}),
+]  # fmt: skip
+ODD_CALLS = {
+    "json_tools": '{"name": "9-lives", "arguments": {"$a b": "Paris"}}',
+    "qwen3_coder": "<function=9-lives>\n<parameter=$a b>\nParis\n</parameter>\n</function>\n",
+    "glm47": "9-lives<arg_key>$a b</arg_key><arg_value>Paris</arg_value>",
+    "minimax_m2": '<invoke name="9-lives"><parameter name="$a b">Paris</parameter></invoke>',
+    "kimi_k2": "<|tool_call_begin|>functions.9-lives:0<|tool_call_argument_begin|>"
+    '{"$a b": "Paris"}<|tool_call_end|>',
+    "mistral": '9-lives[ARGS]{"$a b": "Paris"}',
+    "gemma4": 'call:9-lives{<|"|>$a b<|"|>:<|"|>Paris<|"|>}',
+    "pythonic": '[9-lives($a b="Paris"), get-it.now(x y=3)]',
+}
+
+
+@pytest.mark.parametrize("name", list(ODD_CALLS))
+def test_any_declared_name_can_be_called(name):
+    """Names that the grammar takes and the parser does not, or the other way round."""
+    wrapper, fmt = wrapper_for(name), FORMATS[name]
+    text = fmt.start + ODD_CALLS[name] + (fmt.end or EOS)
+    steps = play(Guard(wrapper, ODD), wrapper, text)
+    assert steps[-1].event == "closed", steps[-1]
+    call = steps[-1].calls[0]
+    assert (call.name, call.arguments, call.notes) == ("9-lives", '{"$a b": "Paris"}', ())
+
+
+SPELLED = Tool(
+    "set",
+    "",
+    {
+        "type": "object",
+        "properties": {
+            "on": {"type": "boolean"},
+            "l": {"type": "array", "items": {"type": "string"}},
+            "o": {"type": "object", "properties": {"k": {"type": ["number", "null"]}}},
+            "s": {"type": ["string", "null"]},
+        },
+    },
+)
+AS_PYTHON = {
+    "qwen3_coder": "<function=set>\n<parameter=on>\nTrue\n</parameter>\n"
+    "<parameter=l>\n['a', \"b's\"]\n</parameter>\n<parameter=o>\n{'k': None}\n</parameter>\n"
+    "<parameter=s>\nNone\n</parameter>\n"
+    "</function>\n",
+    "minicpm5": '<function name="set"><param name="on">True</param><param name="l">[\'a\', "b\'s"]'
+    '</param><param name="o">{\'k\': None}</param><param name="s">None</param>',
+    "pythonic": "[set(on=True, l=['a', \"b's\"], o={'k': None}, s=None)]",
+    "pythonic_bare": "[set(on=\"True\", l=['a', \"b's\"], o={'k': None}, s=None)]",
+    "function_gemma": "call:set{on:<escape>True<escape>,l:<escape>['a', \"b's\"]<escape>,"
+    "o:<escape>{'k': None}<escape>,s:<escape>None<escape>}",
+    "phi4_mini": '{"name": "set", "arguments": {\'on\': True, \'l\': [\'a\', "b\'s"], '
+    "'o': {'k': None}, 's': None}}",
+}
+
+
+@pytest.mark.parametrize("name", list(AS_PYTHON))
+def test_values_may_be_spelled_as_python_spells_them(name):
+    """What models write that saw their calls through Python's `str` is flagged, or read as text."""
+    wrapper, fmt = wrapper_for(name), FORMATS[name]
+    text = ("" if fmt.bare else fmt.start) + AS_PYTHON[name] + (fmt.end or EOS)
+    steps = play(Guard(wrapper, [SPELLED]), wrapper, text)
+    assert steps[-1].event == "closed", steps[-1]
+    call = steps[-1].calls[0]
+    assert call.notes == ()
+    assert json.loads(call.arguments) == {
+        "on": True,
+        "l": ["a", "b's"],
+        "o": {"k": None},
+        "s": None,
+    }
+
+
+@pytest.mark.parametrize("value", ["  x = 1\n", "\n", "a\n", " "])
+@pytest.mark.parametrize("name", ["glm47", "minimax_m2", "muse_spark", "laguna", "deepseek_v32"])
+def test_white_space_in_texts_is_kept(name, value):
+    """A line of code loses its indent, a file its last line end."""
+    wrapper = wrapper_for(name)
+    steps = play(Guard(wrapper, TOOLS), wrapper, text_of(name).replace("Paris", value))
+    assert json.loads(steps[-1].calls[0].arguments) == {"city": value}
 
 
 def test_a_last_value_without_its_tag_ends_where_the_call_does():
