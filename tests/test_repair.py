@@ -11,7 +11,7 @@ from toolkit import TOOLS, tokenizer
 
 from ds4cli.drafters.drafter import Drafter
 from ds4cli.engine.engine import Engine
-from ds4cli.engine.reply import Reply
+from ds4cli.engine.reply import ReplyText
 from ds4cli.sampling import Sampler
 from ds4cli.settings import Settings
 from ds4cli.tools import FORMATS, Guard
@@ -223,7 +223,7 @@ def test_a_reply_cut_inside_a_marker_shows_no_half_of_it(name):
 
 def replied(wrapper, text, reason="stop", **guard):
     """What a reply of these tokens comes to: its calls, its final reason, its note."""
-    reply = Reply(wrapper.decode, 0, guard=Guard(wrapper, TOOLS, **guard))
+    reply = ReplyText(wrapper.decode, 0, guard=Guard(wrapper, TOOLS, **guard))
     ids = wrapper.encode(text, add_special_tokens=False)
     while ids:
         taken = reply.take(ids)
