@@ -13,8 +13,9 @@ import math
 import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ ASSUMED_WEIGHT, MEASURED_WEIGHT = 0.5, 2.0
 # How much a measurement still counts after one more of its kind, or one more block.
 PLAIN_DECAY, COST_DECAY = 0.95, 0.99
 ORIGIN_WEIGHT = 0.25
+# Blocks until prices are made anew.
+SIGHTINGS = 8
 
 
 # -- measured once ---------------------------------------------------------------------------------
@@ -188,39 +191,44 @@ class CallCosts:
 
     What is seen of a size is mixed with what the list says of it, times the factor by which the
     list was off of late. All are relative to plain decoding, which grows with the context as well.
+    rate: tokens that the session makes in the time of a plain one; at least 1. prices: of calls of
+    1, 2, ... MAX_BLOCK_TOKENS rows; they never fall, and are made anew after some blocks only.
+    is_measured: whether there is a list of this machine.
     """
 
     def __init__(self):
         self.plain = Mean(PLAIN_DECAY)  # seconds of a token
-        self._listed: dict[int, float] = dict(ASSUMED)
+        self.rate = 1.0
+        self.is_measured = False
+        self._listed = _line(ASSUMED)
         self._listed_weight = ASSUMED_WEIGHT
         self._seen: dict[int, Mean] = {}
         self._off = Mean(COST_DECAY)
         self._tokens = self._time = 0.0  # both fading; the time in plain tokens
         self._first_s = 0.0  # what the first token of this run took
-        self._prices: list[float] = []
+        self._sightings = 0
+        self.prices = self._curve()
 
     def use(self, seconds: Mapping[int, float], *, runs_ahead: bool = True) -> None:
         """Go by a measured list from here on. runs_ahead: whether plain decoding does."""
         plain = seconds[0 if runs_ahead else 1]
         prices = {rows: max(1.0, s / plain) for rows, s in seconds.items() if rows}
-        self._listed = _extended(prices)
-        self._listed_weight = MEASURED_WEIGHT
+        self._listed = _line(_extended(prices))
+        self._listed_weight, self.is_measured = MEASURED_WEIGHT, True
         self._off = Mean(COST_DECAY)
-        self._prices = []
         if not self.known:
             self.plain.add(plain)
             self.plain.weight /= 4
+        self.prices = self._curve()
 
     @property
     def known(self) -> bool:
         """Whether plain decoding was timed: nothing can be said to pay before."""
         return self.plain.weight > 0
 
-    @property
-    def rate(self) -> float:
-        """Tokens that the session makes in the time of a plain one; at least 1."""
-        return max(1.0, self._tokens / self._time) if self._time else 1.0
+    def price(self, rows: int) -> float:
+        """A call of 1 to MAX_BLOCK_TOKENS rows, in plain tokens."""
+        return self.prices[min(rows, MAX_BLOCK_TOKENS) - 1]
 
     def observe_plain(self, seconds: float, *, first: bool = False, last: bool = False) -> None:
         """A token of plain decoding; first, last: of a run that goes one call ahead.
@@ -256,36 +264,29 @@ class CallCosts:
             fade = COST_DECAY if kept else 1.0
             self._tokens = self._tokens * fade + kept
             self._time = self._time * fade + min(seconds / self.plain.value, 100.0)
+            self.rate = max(1.0, self._tokens / self._time)
 
     def _see(self, rows: int, price: float) -> None:
         if rows not in self._seen:
             self._seen[rows] = Mean(1.0)  # the first call of a shape pays for compiling it
             return
-        for mean in self._seen.values():
-            mean.weight *= COST_DECAY
         price = self._seen[rows].add(price)
         if rows > 1:
-            self._off.add(price / _between(self._listed, rows))
-        self._prices = []
+            self._off.add(price / self._listed[rows - 1])
+        self._sightings += 1
+        if self._sightings < SIGHTINGS or self._sightings % SIGHTINGS == 0:
+            for mean in self._seen.values():
+                mean.weight *= COST_DECAY**SIGHTINGS
+            self.prices = self._curve()
 
-    def price(self, rows: int) -> float:
-        """A call of 1 to MAX_BLOCK_TOKENS rows, in plain tokens; never falls with `rows`."""
-        if not self._prices:
-            self._prices = list(self._curve(MAX_BLOCK_TOKENS))
-        return self._prices[min(rows, len(self._prices)) - 1]
-
-    def _curve(self, most: int) -> Iterator[float]:
-        off = self._off
+    def _curve(self) -> list[float]:
+        off, weight = self._off, self._listed_weight
         factor = (off.weight * off.value + 1) / (off.weight + 1)
-        highest = 0.0
-        for rows in range(1, most + 1):
-            price = _between(self._listed, rows) * (factor if rows > 1 else 1.0)
-            seen = self._seen.get(rows)
-            if seen is not None:
-                weight = self._listed_weight
-                price = (seen.weight * seen.value + weight * price) / (seen.weight + weight)
-            highest = max(highest, price)
-            yield highest
+        curve = [self._listed[0], *(price * factor for price in self._listed[1:])]
+        for rows, seen in self._seen.items():
+            price = curve[rows - 1]
+            curve[rows - 1] = (seen.weight * seen.value + weight * price) / (seen.weight + weight)
+        return list(accumulate(curve, max))
 
 
 def _extended(prices: dict[int, float]) -> dict[int, float]:
@@ -295,8 +296,12 @@ def _extended(prices: dict[int, float]) -> dict[int, float]:
     return {MAX_BLOCK_TOKENS: prices[last] + more * ASSUMED_SLOPE, **prices}
 
 
+def _line(known: Mapping[int, float]) -> list[float]:
+    """The values for 1, 2, ... MAX_BLOCK_TOKENS rows, on straight lines between the known ones."""
+    return [_between(known, rows) for rows in range(1, MAX_BLOCK_TOKENS + 1)]
+
+
 def _between(known: Mapping[int, float], rows: int) -> float:
-    """The value at `rows`, on straight lines between the known ones."""
     sizes = sorted(known)
     at = min(max(bisect_left(sizes, rows), 1), len(sizes) - 1)
     low, high = sizes[at - 1], sizes[at]
@@ -306,37 +311,36 @@ def _between(known: Mapping[int, float], rows: int) -> float:
 class DraftTimes:
     """Seconds that a drafter takes by the length of its draft: a line through what was seen.
 
-    While all drafts were of one length the line starts at the origin: a short draft that is thought
-    too cheap is tried, and found out.
+    line: what a draft takes, and each guess of it; 0 before anything is known. While all drafts
+    were of one length it starts at the origin: a short draft that is thought too cheap is tried,
+    and found out.
     """
 
     def __init__(self):
+        self.line = (0.0, 0.0)
         self._tries = 0
         self._n = self._x = self._y = self._xx = self._xy = 0.0  # fading sums
-
-    @property
-    def known(self) -> bool:
-        return self._n > 0
 
     def observe(self, length: int, seconds: float) -> None:
         """A draft of `length` took `seconds`."""
         self._tries += 1
         if self._tries > 3:
             seconds = min(seconds, 2 * self.seconds(length))
-        new = (1, length, seconds, length * length, length * seconds)
-        old = (self._n, self._x, self._y, self._xx, self._xy)
-        sums = (COST_DECAY * sum_ + value for sum_, value in zip(old, new, strict=True))
-        self._n, self._x, self._y, self._xx, self._xy = sums
-
-    def seconds(self, length: int) -> float:
-        """Expected for a draft of `length`; 0 before anything is known."""
-        if not self.known:
-            return 0.0
+        self._n = COST_DECAY * self._n + 1
+        self._x = COST_DECAY * self._x + length
+        self._y = COST_DECAY * self._y + seconds
+        self._xx = COST_DECAY * self._xx + length * length
+        self._xy = COST_DECAY * self._xy + length * seconds
         n = self._n + ORIGIN_WEIGHT
         x, y = self._x / n, self._y / n
-        slope = (self._xy - n * x * y) / (self._xx - n * x * x)
-        slope = min(max(slope, 0.0), y / x)
-        return y + slope * (length - x)
+        each = (self._xy - n * x * y) / (self._xx - n * x * x)
+        each = min(max(each, 0.0), y / x)
+        self.line = (y - each * x, each)
+
+    def seconds(self, length: int) -> float:
+        """Expected for a draft of `length`."""
+        fixed, each = self.line
+        return fixed + length * each
 
 
 class Mean:

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, repeat
-from operator import mul
+from operator import attrgetter
 
 from ds4cli.drafters.costs import CallCosts, DraftTimes
 from ds4cli.drafters.drafter import Drafter
-from ds4cli.settings import Settings
+from ds4cli.settings import MAX_BLOCK_TOKENS, Settings
 
 CHANCE_DECAY = 0.97
-# The same for what was not reached: an old verdict on later guesses must not keep them from trial.
-UNSEEN_DECAY = 0.995
 # Standard deviations that a first guess is taken to be better than what was seen of it: parking
 # after a little bad luck ends what would show the mistake.
 OPTIMISM = 0.45
@@ -33,18 +31,21 @@ MOST_PROBING, LEAST_PROBING, LESS_PROBING = 0.02, 0.002, 0.9
 HEAT_DECAY = 0.8
 HEATS = (0.4, 0.75)
 HEAT_TOKENS = 16
-# What trying may cost, in plain tokens: at first, and at most where guesses were right of late.
-FIRST_CREDIT, MOST_CREDIT = 4.0, 5.0
-# Chance that a first guess is kept, before any was seen, by the bit length of the confidence, from
-# one bit on; a drafter that is not confident has its own `assumed_chance`.
-ASSUMED_CHANCE = (0.15, 0.35, 0.6, 0.75, 0.85, 0.9)
-ASSUMED_WEIGHT = 2.0
-LATER_WEIGHT = 16.0
-TAIL_WEIGHT = 8
+# What trying may cost at most, in plain tokens, where guesses were right of late.
+MOST_CREDIT = 5.0
+# Tries that the chance assumed of a first guess counts for, and that of the guess before for a
+# later one.
+ASSUMED_WEIGHT, LATER_WEIGHT = 2.0, 16.0
 # Expected gain, in tokens a block, below which plain decoding is kept: less is within the noise.
 WORTHWHILE = 0.02
 ENOUGH_TRIES = 6
+# A chance below which no guess can pay.
+HARDLY = 0.002
 MAX_OPEN = 8
+# Confidences are told apart by their bit length, up to this.
+MOST_BITS = 6
+# Tokens without guesses that pay after which only every other one is asked about.
+IDLE = 16
 # Blocks of a session until it is worth measuring what calls cost.
 MEASURED_AFTER = 48
 
@@ -75,6 +76,7 @@ class DraftPolicy:
         self._next_size = 0
         self._blocks = 0
         self._tempted = False  # there were guesses
+        self._asks = self._idle = 0  # in a run ahead, and since one was in vain
 
     @property
     def chooses(self) -> bool:
@@ -108,9 +110,12 @@ class DraftPolicy:
 
         Called in place of `draft` where the last of `tokens` is being read by a call of its own.
         """
-        # After such a block the run ahead has to be begun anew, which costs a part of a token.
-        restart = self.costs.rate * (self.costs.price(1) - 1)
-        return self._choose(drafter, tokens, room, region, restart) is not None
+        self._asks += 1
+        if self._idle >= IDLE and self._asks % 2:
+            return False
+        wanted = self._choose(drafter, tokens, room, region) is not None
+        self._idle = 0 if wanted else self._idle + 1
+        return wanted
 
     def observe(self, rows: int, kept: int, seconds: float) -> None:
         """A block of `rows` tokens took `seconds`, without drafting, and committed `kept`."""
@@ -129,24 +134,27 @@ class DraftPolicy:
     # -- deciding ----------------------------------------------------------------------------------
 
     def _choose(
-        self, drafter: Drafter, tokens: Sequence[int], room: int, region: str, restart: float = 0.0
+        self, drafter: Drafter, tokens: Sequence[int], room: int, region: str
     ) -> _Offer | None:
-        """The offer to take, if any. restart: what taking one costs besides, in tokens."""
+        """The offer to take, if any."""
         self._compare(tokens)
         outside = self._mode == "tools" and region != "tool"
         if room <= 0 or outside or self._mode == "never":
             return None
         if self._pinned is not None:
             room = min(room, self._pinned)
-        offers = [self._offer(part, tokens, room, region) for part in drafter.parts]
-        offers = [offer for offer in offers if offer is not None]
+        offers = []
+        for part in drafter.parts:
+            offer = self._offer(part, tokens, room, region)
+            if offer is not None:
+                offers.append(offer)
         if not offers:
             return None
         self._tempted = True
-        best = max(offers, key=lambda offer: offer.gain)
+        best = offers[0] if len(offers) == 1 else max(offers, key=attrgetter("gain"))
         if not self.chooses:
             return best
-        if best.k and self.costs.known and best.gain > restart:
+        if best.k and self.costs.known:
             best.place.rest()
             others = [offer for offer in offers if offer is not best]
             return self._due_probe(others, room, best.gain) or best
@@ -162,13 +170,15 @@ class DraftPolicy:
         place = self._known.place(part, region)
         place.visit(len(tokens))
         room = min(room, part.max_drafts)
+        if not self.costs.is_measured and self.chooses:
+            room = min(room, part.first_reach)
         if not part.is_free:
             return self._valued(_Offer(part, place, place.chances, None), room)
         drafts = part.propose(tokens, room)
         if not drafts:
             return None
         chances = place.sure(part.confidence)
-        self._watch(tokens, drafts, place, part.confidence)
+        self._watch(tokens, drafts, place, place.about(part.confidence, False))
         return self._valued(_Offer(part, place, chances, drafts), len(drafts))
 
     def _valued(self, offer: _Offer, most: int) -> _Offer:
@@ -177,29 +187,31 @@ class DraftPolicy:
             asked = offer.part if offer.drafts is None else None
             offer.k, offer.gain = self._best(offer.chances, most, asked)
         else:
-            alive = zip(offer.chances.survival(), range(most), strict=False)
-            offer.k, offer.gain = most, sum(share for share, _ in alive)
+            offer.k, offer.gain = most, sum(offer.chances.survival(most)[:most])
         return offer
 
     def _best(self, chances: Chances, most: int, asked: Drafter | None) -> tuple[int, float]:
         """The number of guesses with the largest expected gain over a plain token, and that gain
         in tokens. asked: whom they would be drafted by, if that is still to be done."""
-        most = min(most, chances.reach)
-        rate, plain = self.costs.rate, self.costs.plain.value or 1.0
+        prices, rate = self.costs.prices, self.costs.rate
+        fixed, each = (0.0, 0.0) if asked is None else self._drafting(asked)
+        fixed, each, left = rate * (fixed - 1), rate * each, most
         best, best_gain, kept = 0, WORTHWHILE, 0.0
-        for k, alive in enumerate(chances.survival(), 1):
-            if k > most:
-                break
+        for k, alive in enumerate(chances.survival(most), 1):
+            left -= 1
             kept += alive
-            price = self.costs.price(1 + k) - 1
-            if asked is not None:
-                price += self._known.draft_seconds(asked, k) / plain
-            gain = kept - rate * price
+            gain = kept - rate * prices[k] - fixed - k * each
             if gain > best_gain:
                 best, best_gain = k, gain
-            if gain + alive * (most - k) <= best_gain:
+            if gain + alive * left <= best_gain or not left:
                 break  # not even if all the others were kept and free
         return best, best_gain
+
+    def _drafting(self, part: Drafter) -> tuple[float, float]:
+        """What a draft of a costly part takes, and each guess of it, in plain tokens."""
+        fixed, each = self._known.draft_line(part)
+        plain = self.costs.plain.value or 1.0
+        return fixed / plain, each / plain
 
     def _due_probe(self, offers: list[_Offer], room: int, forgone: float = 0.0) -> _Offer | None:
         """Now and then a few guesses of a costly part that did not pay, or that another one beat,
@@ -214,8 +226,8 @@ class DraftPolicy:
         return None
 
     def _probe_price(self, part: Drafter) -> float:
-        drafting = self._known.draft_seconds(part, part.first_reach) / self.costs.plain.value
-        return self.costs.price(1 + part.first_reach) - 1 + drafting
+        fixed, each = self._drafting(part)
+        return self.costs.price(1 + part.first_reach) - 1 + fixed + part.first_reach * each
 
     def _give(self, offer: _Offer, tokens: Sequence[int]) -> list[int]:
         """The guesses to feed. A costly part is asked now, and how sure it is counts as well."""
@@ -224,10 +236,11 @@ class DraftPolicy:
             offer.place.begin_probe()
         if drafts is None:
             drafts = self._ask(part, tokens, k)
-            chances = offer.place.sure(part.confidence)
-            self._watch(tokens, drafts, offer.place, part.confidence)
-            if chances.is_known and self._mode != "always" and self.chooses and not offer.is_probe:
-                k = self._best(chances, len(drafts), None)[0]
+            self._watch(tokens, drafts, offer.place, offer.place.about(part.confidence, True))
+            if part.confidence and self._mode != "always" and self.chooses and not offer.is_probe:
+                chances = offer.place.sure(part.confidence)
+                if chances.tries >= ENOUGH_TRIES:
+                    k = self._best(chances, len(drafts), None)[0]
         self.source = part.name
         return drafts[:k]
 
@@ -244,17 +257,20 @@ class DraftPolicy:
     # -- learning from what followed ---------------------------------------------------------------
 
     def _watch(
-        self, tokens: Sequence[int], drafts: list[int], place: _Place, confidence: int
+        self, tokens: Sequence[int], drafts: list[int], place: _Place, chances: list[Chances]
     ) -> None:
         if drafts and len(self._open) < MAX_OPEN:
-            self._open.append(_Proposal(len(tokens), drafts, place, place.about(confidence)))
+            self._open.append(_Proposal(len(tokens), drafts, place, chances))
 
     def _compare(self, tokens: Sequence[int]) -> None:
         """Learn from the proposals whose outcome `tokens` shows."""
-        if len(tokens) != self._next_size:
+        size = len(tokens)
+        if size != self._next_size:
             self._open = []  # the session went elsewhere: what follows here is not their outcome
             self._known.move()
-        self._next_size = len(tokens)
+        self._next_size = size
+        if not self._open:
+            return
         worth = 1 / self.costs.rate
         self._open = [proposal for proposal in self._open if not proposal.settle(tokens, worth)]
 
@@ -267,20 +283,22 @@ class Experience:
 
     def __init__(self):
         self._places: dict[tuple[str, str], _Place] = {}
-        self._everywhere: dict[str, Chances] = {}
         self._times: dict[str, DraftTimes] = {}
 
     def place(self, part: Drafter, region: str) -> _Place:
-        """Of a part in one kind of text. A new one goes by how the part does in all others."""
-        if (part.name, region) not in self._places:
-            fresh = Chances(part.assumed_chance, part.first_reach)
-            everywhere = self._everywhere.setdefault(part.name, fresh)
-            self._places[part.name, region] = _Place(part, everywhere)
-        return self._places[part.name, region]
+        """Of a part in one kind of text. A new one goes by how the part does where it is known."""
+        place = self._places.get((part.name, region))
+        if place is None:
+            others = [p.all for (name, _), p in self._places.items() if name == part.name]
+            known = max(others, key=lambda chances: chances.tries, default=None)
+            place = _Place(Chances(part.assumed_chance, known))
+            self._places[part.name, region] = place
+        return place
 
-    def draft_seconds(self, part: Drafter, length: int) -> float:
-        """Expected for a draft of `length`; 0 before anything is known."""
-        return self._times_of(part).seconds(1 if part.drafts_at_once else length)
+    def draft_line(self, part: Drafter) -> tuple[float, float]:
+        """Seconds of a draft, and of each of its guesses; 0 before anything is known."""
+        fixed, each = self._times_of(part).line
+        return (fixed + each, 0.0) if part.drafts_at_once else (fixed, each)
 
     def observe_draft(self, part: Drafter, length: int, seconds: float) -> None:
         self._times_of(part).observe(1 if part.drafts_at_once else length, seconds)
@@ -298,31 +316,30 @@ class _Place:
     """What is known of one drafter in one kind of text, and when it is to be tried again.
 
     Text comes in stretches that can be guessed and others that cannot. A drafter that says how sure
-    it is sees them itself; for others `heat` does, the share of the last few guesses that were
-    right. So chances are kept by either.
+    it is sees them itself; for others the luck of the last few guesses does, and of the very last.
+    So chances are kept by either. all: of any proposal.
     """
 
-    def __init__(self, part: Drafter, everywhere: Chances):
-        self._assumed, self._first_reach = part.assumed_chance, part.first_reach
-        self._everywhere = everywhere
-        self._any = Chances(self._assumed, self._first_reach, everywhere)
-        self._buckets: dict[tuple[str, int], Chances] = {}
+    def __init__(self, chances: Chances):
+        self.all = chances
+        self._by_luck = [chances.fresh() for _ in range(2 * len(HEATS) + 2)]
+        self._by_confidence = [chances.fresh() for _ in range(MOST_BITS + 1)]
         self._heat: float | None = None
+        self._was_right = False
         self._heat_pos = 0
-        self._credit, self._share = FIRST_CREDIT, MOST_PROBING
+        self._credit, self._share = 0.0, MOST_PROBING
 
     @property
     def chances(self) -> Chances:
         """Of a proposal whose confidence is not known."""
         felt = self._felt
-        return felt if felt.is_known else self._any
+        return felt if felt.tries >= ENOUGH_TRIES else self.all
 
     @property
     def _felt(self) -> Chances:
         if self._heat is None:
-            return self._any
-        level = sum(self._heat >= h for h in HEATS)
-        return self._bucket("heat", level, self._assumed)
+            return self.all
+        return self._by_luck[2 * bisect_right(HEATS, self._heat) + self._was_right]
 
     def visit(self, pos: int) -> None:
         """The text has come to `pos`: luck of long ago says nothing about what follows."""
@@ -333,17 +350,16 @@ class _Place:
         """Of proposals that are about as sure as this."""
         if not confidence:
             return self.chances
-        size = min(confidence.bit_length(), len(ASSUMED_CHANCE))
-        return self._bucket("sure", size, ASSUMED_CHANCE[size - 1])
+        return self._by_confidence[min(confidence.bit_length(), MOST_BITS)]
 
-    def about(self, confidence: int) -> set[Chances]:
-        """All that the outcome of such a proposal tells about."""
-        return {self._everywhere, self._any, self._felt, self.sure(confidence)}
-
-    def _bucket(self, kind: str, size: int, assumed: float) -> Chances:
-        if (kind, size) not in self._buckets:
-            self._buckets[kind, size] = Chances(assumed, self._first_reach)
-        return self._buckets[kind, size]
+    def about(self, confidence: int, was_asked: bool) -> list[Chances]:
+        """What the outcome of such a proposal tells about. was_asked: for it, by its chances."""
+        told = [self.all]
+        if self._heat is not None and (was_asked or not confidence):
+            told.append(self._felt)
+        if confidence:
+            told.append(self.sure(confidence))
+        return told
 
     def feel(self, pos: int, right: bool, worth: float) -> None:
         """A guess for `pos` was right or wrong; only the first verdict on a position counts.
@@ -353,8 +369,9 @@ class _Place:
         if pos > self._heat_pos:
             self._heat_pos = pos
             if self._heat is None:
-                self._heat = next(self._any.each())
+                self._heat = self.all.survival()[0]
             self._heat = HEAT_DECAY * self._heat + (1 - HEAT_DECAY) * right
+            self._was_right = right
             self._credit = min(self._credit + right * worth, MOST_CREDIT)
 
     def move(self) -> None:
@@ -372,10 +389,9 @@ class _Place:
 
     def begin_probe(self) -> None:
         self._credit, self._share = 0.0, max(LEAST_PROBING, LESS_PROBING * self._share)
-        self.chances.fade()
 
 
-@dataclass
+@dataclass(slots=True)
 class _Offer:
     """A part of the drafter, its guesses (None: not asked yet), how many to feed, and what they
     would gain, in tokens."""
@@ -392,7 +408,7 @@ class _Offer:
 class _Proposal:
     """Guesses for position `pos` on, and the chances that their outcome will tell about."""
 
-    def __init__(self, pos: int, drafts: list[int], place: _Place, chances: set[Chances]):
+    def __init__(self, pos: int, drafts: list[int], place: _Place, chances: list[Chances]):
         self._pos, self._drafts, self._place, self._chances = pos, drafts, place, chances
         self._right = 0
 
@@ -402,8 +418,6 @@ class _Proposal:
         while right < len(drafts):
             if right >= size:
                 self._right = right
-                for chances in self._chances:
-                    chances.extend(right)
                 return False
             pos = self._pos + right
             is_right = tokens[pos] == drafts[right]
@@ -419,70 +433,72 @@ class _Proposal:
 class Chances:
     """How often the first, second, ... guess is right when all before it were: moving averages.
 
-    reach: how many guesses are worth trying yet; twice what was ever right, so that a bad drafter
-    is found out cheaply. prior: what to assume instead of `assumed`, once that is known.
+    prior: what to assume instead of `assumed`, once that is known.
     """
 
-    def __init__(self, assumed: float, reach: int, prior: Chances | None = None):
+    def __init__(self, assumed: float, prior: Chances | None = None):
         self._assumed, self._prior = assumed, prior
         self._right: list[float] = []
         self._tried: list[float] = []
-        self._first_reach = self.reach = reach
+        self._alive: list[float] | None = None  # what `survival` found, for so many guesses
+        self._reaches = 0
+
+    def fresh(self) -> Chances:
+        """One of which nothing is known but this."""
+        return Chances(self._assumed, self)
 
     @property
-    def is_known(self) -> bool:
-        """Whether enough was seen to go by."""
-        return bool(self._tried) and self._tried[0] >= ENOUGH_TRIES
+    def tries(self) -> float:
+        """How much was seen of the first guess."""
+        return self._tried[0] if self._tried else 0.0
 
     def learn(self, proposed: int, right: int) -> None:
         """Of `proposed` guesses the first `right` were right."""
-        tried = min(right + 1, proposed)
-        missing = tried - len(self._tried)
-        if missing > 0:
-            self._tried += [0.0] * missing
-            self._right += [0.0] * missing
-        for i in range(tried):
-            self._tried[i] = self._tried[i] * CHANCE_DECAY + 1
-            self._right[i] = self._right[i] * CHANCE_DECAY + (i < right)
-        for i in range(tried, len(self._tried)):
-            self._tried[i] *= UNSEEN_DECAY
-            self._right[i] *= UNSEEN_DECAY
-        self.extend(right)
+        rights, tries = self._right, self._tried
+        tried, self._alive = min(right + 1, proposed), None
+        for i in range(min(tried, len(tries))):
+            tries[i] = tries[i] * CHANCE_DECAY + 1
+            rights[i] = rights[i] * CHANCE_DECAY + (i < right)
+        for i in range(len(tries), tried):
+            tries.append(1.0)
+            rights.append(float(i < right))
 
-    def extend(self, right: int) -> None:
-        """`right` guesses in a row were right; what comes after them is not known yet."""
-        self.reach = max(self.reach, self._first_reach + 2 * right)
+    def survival(self, most: int = MAX_BLOCK_TOKENS) -> list[float]:
+        """Chance that guess 1 is kept, guesses 1 and 2, ...; no further than it matters.
 
-    def fade(self) -> None:
-        """What is known is old: let the next outcomes count for more."""
-        share = min(1.0, ENOUGH_TRIES / max([1.0, *self._tried[:1]]))
-        self._tried = [tried * share for tried in self._tried]
-        self._right = [right * share for right in self._right]
-
-    def survival(self) -> Iterator[float]:
-        """Chance that guess 1 is kept, guesses 1 and 2, ...; without end."""
-        return accumulate(self.each(), mul)
-
-    def each(self) -> Iterator[float]:
-        """Chance of guess 1, 2, ... to be right if all before it were; without end.
-
-        What was seen of a guess is mixed with what was seen of all later ones: they are alike, and
-        a product of many noisy numbers would be noisier than any.
+        A guess of which little was seen is taken to be like the one before it, one of which nothing
+        was seen like all later ones.
         """
+        if self._alive is None or len(self._alive) < min(most, self._reaches):
+            self._alive, self._reaches = self._survival(most), most
+        return self._alive
+
+    def _survival(self, most: int) -> list[float]:
+        rights, tries = self._right, self._tried
+        chance = self._first()
+        product, alive = chance, [chance]
+        for i in range(1, min(most, len(tries))):
+            chance = (rights[i] + LATER_WEIGHT * chance) / (tries[i] + LATER_WEIGHT)
+            product *= chance
+            alive.append(product)
+            if product < HARDLY:
+                return alive
+        if len(alive) < most:
+            right, tried = sum(rights[1:]), sum(tries[1:])
+            chance = (right + LATER_WEIGHT * chance) / (tried + LATER_WEIGHT)
+            while len(alive) < most and product >= HARDLY:
+                product *= chance
+                alive.append(product)
+        return alive
+
+    def _first(self) -> float:
+        tried = self.tries
         prior, chance = self._prior, self._assumed
-        elsewhere = prior.each() if prior is not None and prior.is_known else iter(())
-        right, tried = sum(self._right), sum(self._tried)
-        seen = chain(zip(self._right, self._tried, strict=True), repeat((0.0, 0.0)))
-        for i, (own_right, own_tried) in enumerate(seen):
-            chance = next(elsewhere, chance)
-            if i:
-                chance = (right + TAIL_WEIGHT * chance) / (tried + TAIL_WEIGHT)
-            weight = LATER_WEIGHT if i else ASSUMED_WEIGHT
-            chance = (own_right + weight * chance) / (own_tried + weight)
-            if own_tried and not i:
-                chance = _hopeful(chance, own_tried + weight)
-            right, tried = right - own_right, tried - own_tried
-            yield chance
+        if prior is not None and tried < ENOUGH_TRIES <= prior.tries:
+            chance = prior._first()
+        right = self._right[0] if tried else 0.0
+        chance = (right + ASSUMED_WEIGHT * chance) / (tried + ASSUMED_WEIGHT)
+        return _hopeful(chance, tried + ASSUMED_WEIGHT) if tried else chance
 
 
 def _hopeful(chance: float, tries: float) -> float:
