@@ -206,8 +206,8 @@ def test_a_broken_head_is_named_and_the_model_still_runs(headed, damage):
 
 def test_an_odd_list_of_architectures_is_an_ordinary_model():
     """`"architectures": null` in a draft model's config ended in a traceback."""
-    assert kind_of({"architectures": None, "model_type": "qwen3"}) is None
-    assert kind_of({"architectures": ["Qwen3DSparkModel"]}).name == "dspark"
+    assert kind_of({"architectures": None, "model_type": "qwen3"}, "x") is None
+    assert kind_of({"architectures": ["Qwen3DSparkModel"]}, "x").name == "dspark"
 
 
 @pytest.mark.parametrize("drafter", ["dspark", "mtp", "auto"])

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from oracle import SCALE, Letters, check, engine, plain, prompt
 from tiny import CFG, V, build
 
-from ds4cli.drafters import block_config, dflash, dspark, mtp
+from ds4cli.drafters import block_config, dflash, dspark, eagle3, mtp
 from ds4cli.drafters.drafter import Drafter
 from ds4cli.drafters.heads import Head
 from ds4cli.drafters.registry import named
@@ -25,7 +25,7 @@ from ds4cli.sampling import Sampler
 from ds4cli.settings import Settings
 
 FAMILIES = ("llama", "qwen3_5", "gemma3_text", "lfm2", "nemotron_h")
-HEADS = ("mtp", "dspark", "dflash")
+HEADS = ("mtp", "dspark", "dflash", "eagle3")
 DRAFTERS = ("none", "ngram", "model", "self", *HEADS)
 # Every drafter on every family; greedy on two of them, on all in the long run.
 GRID = [
@@ -58,6 +58,13 @@ DSPARK = {
     "markov_head_type": "vanilla",
     "enable_confidence_head": False,
 }
+EAGLE3 = {
+    **{key: BLOCK[key] for key in BLOCK if key not in ("block_size", "model_type")},
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "target_layer_ids": [0, 1, 2],
+}
 DFLASH = {
     **BLOCK,
     "architectures": ["DFlashDraftModel"],
@@ -84,7 +91,11 @@ def head(kind, name):
     target.prove()
     if kind == "mtp":
         like = build("qwen3_next", num_hidden_layers=1, full_attention_interval=1)
-        module = mtp.MtpHead(like.layers[0], 64, 1e-5, (target.num_layers - 1,))
+        module = mtp.MtpHead(like.layers[0], target, 1e-5)
+        return Head(named(kind), randomised(module), target)
+    if kind == "eagle3":
+        config = eagle3.read(EAGLE3, target.num_layers, "x")
+        module = eagle3.Eagle3Head(config, target, {})
         return Head(named(kind), randomised(module), target)
     if kind == "dspark":
         module = dspark.DSparkHead(block_config.read(DSPARK, "dspark", "x"), target)
@@ -130,6 +141,9 @@ class Helped(Drafter):
         share = self.random.choice((0.0, 0.7, 1.0))
         pairs = zip(guesses, right, strict=False)
         return [t if self.random.random() < share else g for g, t in pairs]
+
+    def observe(self, start, hidden):
+        self.inner.observe(start, hidden)
 
     def rewind(self, pos):
         self.inner.rewind(pos)

@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 import tiny
 
-from ds4cli.drafters import mtp, mtp_weights
+from ds4cli.drafters import chain, mtp, mtp_weights
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError, UsageError
 from ds4cli.sampling import Sampler
@@ -173,9 +173,9 @@ def rotate(x, at):
     return mx.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
-def state(tokens, i):
+def state(tokens, i, tap=0):
     """A made-up residual row: it depends on the tokens up to position i, and on nothing else."""
-    key = mx.random.key(hash(tuple(tokens[: i + 1])) & 0xFFFFFFFF)
+    key = mx.random.key(hash((tap, *tokens[: i + 1])) & 0xFFFFFFFF)
     return mx.random.normal((H,), key=key)
 
 
@@ -200,9 +200,13 @@ class Moves:
         self.pos = len(self.known)
         while start < self.pos:
             end = min(self.pos, start + self.random.randint(1, 6))
-            rows = mx.stack([state(self.known, i) for i in range(start, end)])
-            self.drafter.observe(start, [rows])
+            self.show(start, end)
             start = end
+
+    def show(self, start, end):
+        taps = range(len(self.drafter.taps))
+        rows = [mx.stack([state(self.known, i, t) for i in range(start, end)]) for t in taps]
+        self.drafter.observe(start, rows)
 
     def go(self, pos):
         self.pos = pos
@@ -215,8 +219,7 @@ class Moves:
         if self.random.random() < 0.5:  # the text takes the anchor, and perhaps the first guess
             taken = [*tokens[self.pos :], *expected[: self.random.randint(0, n)]]
             self.known = [*self.known[: self.pos], *taken]
-            rows = [state(self.known, i) for i in range(self.pos, len(self.known))]
-            self.drafter.observe(self.pos, [mx.stack(rows)])
+            self.show(self.pos, len(self.known))
             self.pos = len(self.known)
 
     def any(self):
@@ -310,7 +313,7 @@ def test_a_text_begun_elsewhere_is_seen_from_where_it_goes_on(loaded):
 def test_going_back_beyond_the_kept_states_costs_a_proposal(loaded, monkeypatch):
     """Guards: guesses made of a state that is gone, or a drafter that is silent from then on; and
     states that are kept for good."""
-    monkeypatch.setattr(mtp, "KEPT_ROWS", 6)
+    monkeypatch.setattr(chain, "KEPT_ROWS", 6)
     session = moves("qwen3_5", loaded("qwen3_5"))
     session.read(30)
     session.check()
@@ -332,8 +335,8 @@ def test_going_back_beyond_the_kept_states_costs_a_proposal(loaded, monkeypatch)
 
 def test_rows_that_wait_are_bounded(loaded, monkeypatch):
     """Guards: a parked drafter that holds on to the states of the whole text."""
-    monkeypatch.setattr(mtp, "WAITING_ROWS", 16)
-    monkeypatch.setattr(mtp, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(chain, "WAITING_ROWS", 16)
+    monkeypatch.setattr(chain, "CHUNK_ROWS", 3)
     session = moves("qwen3_5", loaded("qwen3_5"))
     session.read(60)
     rows = session.drafter._rows
@@ -406,7 +409,7 @@ def test_quantised_weights_are_unpacked_or_kept(name, bits, group, tmp_path):
 
 def same(head, other):
     x, y = noise(9)(5, H), noise(8)(5, H)
-    ours, theirs = (h(x, y, mtp.KVCache()) for h in (head, other))
+    ours, theirs = (h(x, y, h.caches()) for h in (head, other))
     return mx.allclose(ours, theirs, atol=1e-3).item()
 
 

@@ -31,8 +31,6 @@ from ds4cli.sampling import Sampler
 
 STEP = 256  # rows by which the context buffer grows
 MOST_WAITING = 256  # rows that wait for a proposal before they are projected anyway
-# Tensors of a checkpoint that nothing here reads: the verifier's own, and tables.
-UNREAD = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.")
 
 # (layer, block keys, block values) -> keys, values of context and block, first position of both
 Join = Callable[[int, mx.array, mx.array], tuple[mx.array, mx.array]]
@@ -207,15 +205,9 @@ class BlockHead(nn.Module):
 
 
 def _tensors(folder: Path) -> dict[str, mx.array]:
-    tensors: dict[str, mx.array] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors.update(weights.read(path)[0])
-    if not tensors:
-        raise ModelError(f"`{folder}` has no weights (*.safetensors)")
-    tensors = {name.removeprefix("model."): x for name, x in tensors.items()}
     # Early checkpoints of SpecForge kept what stands beside the backbone in a part of its own.
-    tensors = {name.removeprefix("logit_head."): x for name, x in tensors.items()}
-    return {name: x for name, x in tensors.items() if not name.startswith(UNREAD)}
+    found = weights.read_all(folder)
+    return {name.removeprefix("logit_head."): x for name, x in found.items()}
 
 
 class Context:

@@ -7,11 +7,20 @@ change the computation and is not built here is refused by name. Pure: no weight
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ds4cli.drafters.fields import (
+    MOST_LAYERS,
+    Fields,
+    check_taps,
+    head_dim,
+    kv_heads,
+    rope,
+    taps,
+    unknown_in,
+)
 from ds4cli.errors import UsageError
 
 MARKOV_TYPES = ("vanilla", "gated", "rnn")
@@ -49,45 +58,12 @@ NEUTRAL = {
     "output_multiplier": (1, 1.0),
     "rope_is_neox_style": (True,),
 }
-# Fields that are read, or that change nothing: of trainers, of Transformers, of the target's own
-# layers, whose config was copied. Any other one is named.
-KNOWN = (
-    # read
-    "attention_bias", "aux_hidden_state_layer_ids", "block_size", "confidence_head_with_markov",
-    "confidence_threshold", "dflash_config", "draft_vocab_size", "enable_confidence_head",
-    "head_dim", "hidden_size", "intermediate_size", "layer_types", "markov_head_type",
-    "markov_rank", "mask_token_id", "max_position_embeddings", "num_attention_heads",
-    "num_hidden_layers", "num_key_value_heads", "num_target_layers", "quantization",
-    "quantization_config", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
-    "sample_from_anchor", "sliding_window", "sliding_window_non_causal", "speculators_config",
-    "target_hidden_size", "target_layer_ids", "tie_word_embeddings", "transformer_layer_config",
-    "use_sliding_window", "vocab_size",
-    # what it is called
-    "architectures", "auto_map", "model_type", "name_or_path", "projector_type",
-    "speculators_model_type", "speculators_version", "transformers_version",
-    # training and files
-    "attention_dropout", "attn_implementation", "confidence_head_alpha", "dpace_alpha", "dtype",
-    "embed_requires_grad", "initializer_range", "loss_config", "num_anchors", "torch_dtype",
-    "use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "chunk_size_feed_forward",
-    "id2label", "label2id", "is_encoder_decoder", "is_decoder", "output_attentions",
-    "output_hidden_states", "problem_type", "return_dict", "cross_attention_hidden_size",
-    # of the target's own layers
-    "attn_output_gate", "decoder_sparse_step", "full_attention_interval", "linear_conv_kernel_dim",
-    "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
-    "linear_value_head_dim", "mamba_ssm_dtype", "max_window_layers", "mlp_only_layers",
-    "moe_intermediate_size", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
-    "norm_topk_prob", "num_experts", "num_experts_per_tok", "output_router_logits",
-    "partial_rotary_factor", "pretraining_tp", "router_aux_loss_coef",
-    "shared_expert_intermediate_size", "mlp_bias",
-)  # fmt: skip
 # A guess less likely than this costs more than it gives even where one more row costs a twentieth
 # of a call; what pays above it is the session's to decide.
 CONFIDENCE_THRESHOLD = 0.1
 
 
 MOST_SLOTS = 64  # of a block; published heads have 5 to 16
-MOST_LAYERS = 64  # published heads have 1 to 8
-MOST = 1 << 24  # of anything else that is counted
 
 
 @dataclass(frozen=True)
@@ -138,7 +114,7 @@ def read(config: Mapping[str, Any], kind: str, name: str) -> BlockConfig:
 
     UsageError that names the field which is missing, or which is not built here.
     """
-    flat = _Fields(_flatten(config), name)
+    flat = Fields(_flatten(config), name)
     _refuse_others(flat)
     hidden, heads = flat.integer("hidden_size"), flat.integer("num_attention_heads")
     vocab = flat.integer("vocab_size")
@@ -146,45 +122,29 @@ def read(config: Mapping[str, Any], kind: str, name: str) -> BlockConfig:
         hidden_size=hidden,
         intermediate_size=flat.integer("intermediate_size"),
         num_attention_heads=heads,
-        num_key_value_heads=_kv_heads(flat, heads),
-        head_dim=_head_dim(flat, hidden // heads),
+        num_key_value_heads=kv_heads(flat, heads),
+        head_dim=head_dim(flat, hidden // heads),
         rms_norm_eps=flat.number("rms_norm_eps", 1e-6, most=1),
         attention_bias=flat.flag("attention_bias"),
         vocab_size=vocab,
         draft_vocab_size=flat.integer("draft_vocab_size", vocab, most=vocab),
         block_size=flat.integer("block_size", least=2, most=MOST_SLOTS),
         mask_token_id=flat.integer("mask_token_id", least=0, most=vocab - 1),
-        taps=_taps(flat),
+        taps=taps(flat),
         windows=_windows(flat),
         sees_ahead=flat.flag("sliding_window_non_causal"),
         first_slot=_first_slot(config, flat, kind),
         num_target_layers=flat.optional("num_target_layers"),
         max_position_embeddings=flat.optional("max_position_embeddings"),
         tie_word_embeddings=flat.flag("tie_word_embeddings"),
-        **_rope(flat),
+        **rope(flat),
         **(_markov(config, flat) if kind == "dspark" else {}),
     )
 
 
-def _kv_heads(flat: _Fields, heads: int) -> int:
-    kv_heads = flat.integer("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise flat.unknown("num_key_value_heads", f"is {kv_heads}, which does not divide {heads}")
-    return kv_heads
-
-
-def _head_dim(flat: _Fields, default: int) -> int:
-    dim = flat.integer("head_dim", default)
-    if dim % 2:
-        raise flat.unknown("head_dim", f"is {dim}, an odd number, which cannot be rotated")
-    return dim
-
-
 def unknown_fields(config: Mapping[str, Any]) -> list[str]:
     """Fields of which nobody here knows whether they change anything."""
-    known = {*KNOWN, *NEUTRAL}
-    fields = (key for key in _flatten(config) if not key.startswith("_"))
-    return sorted(key for key in fields if key not in known and not key.startswith(REFUSED))
+    return [key for key in unknown_in(_flatten(config), NEUTRAL) if not key.startswith(REFUSED)]
 
 
 def check(config: Mapping[str, Any], target_config: Mapping[str, Any], kind: str, name: str):
@@ -198,7 +158,7 @@ def check(config: Mapping[str, Any], target_config: Mapping[str, Any], kind: str
                 f"{there}",
                 "use the head that was trained for this model",
             )
-    _check_taps(head, target.get("num_hidden_layers"), name)
+    check_taps(head.taps, target.get("num_hidden_layers"), name)
 
 
 def _pairs(config: Mapping[str, Any], head: BlockConfig, target: Mapping[str, Any]) -> Iterator:
@@ -209,65 +169,6 @@ def _pairs(config: Mapping[str, Any], head: BlockConfig, target: Mapping[str, An
     if head.num_target_layers is not None:
         yield "num_target_layers", head.num_target_layers, target.get("num_hidden_layers")
     yield "vocab_size", head.vocab_size, target.get("vocab_size")
-
-
-def _check_taps(head: BlockConfig, layers: int | None, name: str) -> None:
-    beyond = [i for i in head.taps if i < -1 or (layers is not None and i >= layers)]
-    if beyond:
-        raise UsageError(
-            f"`{name}` reads layer {beyond[0]} (`target_layer_ids`), the target has "
-            f"{layers} layers, from 0 on"
-        )
-
-
-class _Fields:
-    """Typed look-ups that name what is missing."""
-
-    def __init__(self, fields: dict[str, Any], name: str):
-        self.fields, self.name = fields, name
-
-    def get(self, key: str, default: Any = None) -> Any:
-        found = self.fields.get(key)
-        return default if found is None else found
-
-    def integer(
-        self, key: str, default: int | None = None, least: int = 1, most: int = MOST
-    ) -> int:
-        found = self.get(key, default)
-        if isinstance(found, bool) or not isinstance(found, int):
-            said = "is missing" if found is None else f"is `{found}`, not a whole number"
-            raise self.unknown(key, said)
-        if not least <= found <= most:
-            raise self.unknown(key, f"is {found}, not {least} to {most}")
-        return found
-
-    def optional(self, key: str) -> int | None:
-        return None if self.get(key) is None else self.integer(key)
-
-    def number(self, key: str, default: float, most: float) -> float:
-        """A positive number."""
-        return self.positive(key, self.get(key, default), most)
-
-    def positive(self, key: str, found: Any, most: float) -> float:
-        is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
-        if not is_number or not 0 < found <= most:
-            raise self.unknown(key, f"is `{found}`, not a number above 0, at most {most:g}")
-        return float(found)
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        found = self.get(key, default)
-        if not isinstance(found, bool):
-            raise self.unknown(key, f"is `{found}`, not true or false")
-        return found
-
-    def unknown(self, key: str, said: str) -> UsageError:
-        return UsageError(f"`{self.name}` is no head that ds4cli knows: `{key}` {said}")
-
-    def refuse(self, key: str, value: Any) -> UsageError:
-        return UsageError(
-            f"`{self.name}` has `{key}` = `{value}`, which ds4cli does not implement",
-            "heads with Qwen3 blocks (DeepSpec, z-lab, speculators) are implemented",
-        )
 
 
 def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -284,7 +185,7 @@ def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _refuse_others(flat: _Fields) -> None:
+def _refuse_others(flat: Fields) -> None:
     """What is no Qwen3 head. The trainers copy the target's whole config, so most fields, and the
     `model_type` of a Qwen, say nothing: the architecture does, and the shapes of the tensors."""
     names = ("architectures", "model_type", "speculators_model_type", "projector_type")
@@ -308,20 +209,7 @@ def _refuse_others(flat: _Fields) -> None:
             raise flat.refuse(key, value)
 
 
-def _taps(flat: _Fields) -> tuple[int, ...]:
-    found = flat.get("target_layer_ids")
-    if not isinstance(found, (list, tuple)) or not found:
-        said = "is missing" if found is None else f"is `{found}`"
-        raise UsageError(f"`{flat.name}` names no layers to read: `target_layer_ids` {said}")
-    if not all(type(i) is int for i in found):
-        raise flat.unknown("target_layer_ids", f"is `{found}`, not whole numbers")
-    taps = tuple(found)
-    if len(set(taps)) < len(taps):
-        raise UsageError(f"`{flat.name}` reads a layer twice: `target_layer_ids` is `{found}`")
-    return taps
-
-
-def _windows(flat: _Fields) -> tuple[int | None, ...]:
+def _windows(flat: Fields) -> tuple[int | None, ...]:
     layers = flat.integer("num_hidden_layers", most=MOST_LAYERS)
     kinds = flat.get("layer_types")
     if not kinds:
@@ -337,7 +225,7 @@ def _windows(flat: _Fields) -> tuple[int | None, ...]:
     return tuple(flat.integer("sliding_window") if slides else None for slides in is_sliding)
 
 
-def _first_slot(config: Mapping[str, Any], flat: _Fields, kind: str) -> int:
+def _first_slot(config: Mapping[str, Any], flat: Fields, kind: str) -> int:
     """0 where the anchor's slot is read too: DSpark's rule, unless the file says otherwise.
 
     What the file says of the slot goes before the number of tokens it proposes: the trainer of
@@ -355,29 +243,7 @@ def _first_slot(config: Mapping[str, Any], flat: _Fields, kind: str) -> int:
     return 0 if kind == "dspark" else 1
 
 
-def _rope(flat: _Fields) -> dict[str, Any]:
-    """How positions are rotated: the whole of each head. A `partial_rotary_factor` was copied from
-    the target and is not used by the trainers' blocks."""
-    stated = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
-    if any(isinstance(value, Mapping) for value in stated.values()):
-        raise flat.refuse("rope_parameters", "one for each kind of layer")
-    kind = stated.get("rope_type") or stated.get("type") or "default"
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        raise flat.refuse("rope_type", kind)
-    theta = stated.get("rope_theta", flat.get("rope_theta", 10000.0))
-    theta = flat.positive("rope_theta", theta, most=1e15)
-    if kind == "default":
-        return {"rope_theta": theta}
-    factor = flat.positive("factor", stated.get("factor"), most=1e6)
-    scaling = {key: value for key, value in stated.items() if key != "partial_rotary_factor"}
-    if kind == "yarn" and stated.get("attention_factor") is not None:
-        usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-        if abs(flat.positive("attention_factor", stated["attention_factor"], 1e6) - usual) > 1e-6:
-            raise flat.refuse("attention_factor", stated["attention_factor"])
-    return {"rope_theta": theta, "rope_scaling": scaling}
-
-
-def _markov(config: Mapping[str, Any], flat: _Fields) -> dict[str, Any]:
+def _markov(config: Mapping[str, Any], flat: Fields) -> dict[str, Any]:
     rank = flat.integer("markov_rank", 0, least=0)
     kind = str(flat.get("markov_head_type", "vanilla")).lower()
     # SpecForge says it by the weight of its loss.
@@ -399,6 +265,6 @@ def _markov(config: Mapping[str, Any], flat: _Fields) -> dict[str, Any]:
     }
 
 
-def _threshold(flat: _Fields) -> float:
+def _threshold(flat: Fields) -> float:
     found = flat.get("confidence_threshold", CONFIDENCE_THRESHOLD)
     return 0.0 if found == 0 else flat.positive("confidence_threshold", found, most=1)

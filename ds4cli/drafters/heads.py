@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from ds4cli.drafters.drafter import Drafter
-from ds4cli.drafters.registry import FOLDER, HEADS, WEIGHTS, Kind, named
+from ds4cli.drafters.registry import FOLDER, HEADS, OTHERS, WEIGHTS, Kind, named
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError, UsageError
 from ds4cli.models.source import locate
@@ -105,15 +105,26 @@ class Head:
         return self.kind.part(self.kind.drafter)(self.module, self.target, sampler)
 
 
-def kind_of(config: dict[str, Any]) -> Kind | None:
-    """The kind of head that a config.json describes; None for an ordinary model."""
+def kind_of(config: dict[str, Any], name: str) -> Kind | None:
+    """The kind of head that a config.json describes; None for an ordinary model. UsageError for a
+    head of a method that is not built."""
     nested = config.get("dflash_config")
     keys = ("architectures", "model_type", "speculators_model_type")
     names = [config.get(key) for key in keys]
     names.append(nested.get("projector_type") if isinstance(nested, dict) else None)
     said = " ".join(map(str, names)).lower()
-    found = next((kind for kind in HEADS if kind.source == FOLDER and kind.name in said), None)
-    return found or (named("dflash") if "dflash_config" in config else None)
+    said += " medusa" if "medusa_num_heads" in config else ""
+    is_named = {kind.name: kind.name in said for kind in HEADS if kind.source == FOLDER}
+    for word, method in OTHERS.items():
+        if word in said.replace("eagle3", ""):
+            raise UsageError(
+                f"`{name}` is a head of the method {method}, which ds4cli does not run",
+                f"heads it runs: {', '.join(is_named)}",
+            )
+    found = next((kind for kind, is_it in is_named.items() if is_it), None)
+    if found is None and nested is not None:
+        found = "dflash"
+    return None if found is None else named(found)
 
 
 def find(kind: Kind, name: str, folder: Path, config: dict[str, Any]) -> HeadSource | None:

@@ -86,6 +86,15 @@ KINDS = (
         "DFlashHead",
     ),
     Kind(
+        "eagle3",
+        "an EAGLE-3 head: token by token, from three of the target's layers",
+        DRAFT_MODEL.format(name="eagle3"),
+        FOLDER,
+        "ds4cli.drafters.eagle3",
+        "Eagle3Drafter",
+        "Eagle3Head",
+    ),
+    Kind(
         "mtp",
         "the multi-token prediction head of Qwen3-Next and Qwen3.5",
         "`mtp.*` tensors in the model's own folder",
@@ -95,6 +104,19 @@ KINDS = (
         "MtpHead",
     ),
 )
+# Methods that are recognised and not built: what the architecture, model_type and alike say.
+OTHERS = {
+    "peagle": "P-EAGLE",
+    "medusa": "Medusa",
+    "mlp_speculator": "MLP speculator",
+    "mlpspeculator": "MLP speculator",
+    "hydra": "Hydra",
+    "gemma4_assistant": "Gemma 4 assistant",
+    "gemma4assistant": "Gemma 4 assistant",
+    "domino": "Domino",
+    "dflash2": "DFlash 2",
+    "eagle": "EAGLE 1 or 2",
+}
 CHOICES = (AUTO, *(kind.name for kind in KINDS))
 HEADS = tuple(kind for kind in KINDS if kind.is_head)
 

@@ -13,6 +13,8 @@ from ds4cli.errors import ModelError
 
 # No trained weight is so large, and one that is makes numbers that are none, or all guesses alike.
 LARGEST = 1e6
+# Tensors of a checkpoint that nothing here reads: the verifier's own, and tables.
+UNREAD = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.")
 
 
 def read(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
@@ -21,6 +23,17 @@ def read(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
         return mx.load(str(path), return_metadata=True)
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"cannot read `{path}`: {_first_line(error)}") from None
+
+
+def read_all(folder: Path) -> dict[str, mx.array]:
+    """The tensors of a head's own folder, without those that nothing here reads."""
+    tensors: dict[str, mx.array] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors.update(read(path)[0])
+    if not tensors:
+        raise ModelError(f"`{folder}` has no weights (*.safetensors)")
+    tensors = {name.removeprefix("model."): x for name, x in tensors.items()}
+    return {name: x for name, x in tensors.items() if not name.startswith(UNREAD)}
 
 
 def _first_line(error: Exception) -> str:

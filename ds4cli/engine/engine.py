@@ -297,7 +297,7 @@ def _named_drafter(
 ) -> tuple[Source | None, HeadSource | None]:
     """What `--draft-model` names: an ordinary model, or a head that fits the target."""
     source = locate(name, offline)
-    kind = heads.kind_of(source.config)
+    kind = heads.kind_of(source.config, source.name)
     found = kind or registry.named("model")
     if wanted not in (None, found):
         raise UsageError(

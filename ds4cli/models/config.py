@@ -21,6 +21,9 @@ WITHIN_CONTEXT = ("llama3", "longrope", "su")
 # generation_config.json's names of what our settings are called.
 SAMPLING = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
 
+# Fields of which a model, or a drafting head, has one or more.
+NAMES = {"model_type", "architectures", "speculators_model_type", "medusa_num_heads"}
+
 
 def read(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """config.json with the end tokens that count, generation_config.json, and notices.
@@ -37,7 +40,7 @@ def read(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any], list[
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read `{path}`: {error}") from None
-    if not {"model_type", "architectures"} & config.keys():
+    if not NAMES & config.keys():
         raise UsageError(f"`{path}` names no model_type")
     generation, notices = _generation(folder)
     if generation.get("eos_token_id"):
