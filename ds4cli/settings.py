@@ -170,6 +170,9 @@ class Settings:
         unset="what pays here",
         **_between(1, MAX_BLOCK_TOKENS - 1),
     )
+    corpus: str | None = _setting(
+        None, str, SPECULATION, "File that keeps what was said and read, to guess from later."
+    )
     speculate: str = _setting(
         "auto",
         str,
@@ -477,6 +480,7 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], bo
     ("raw", bool, "tools", bool),
     ("raw", bool, "think", lambda v: v is not None),
     ("num_draft_tokens", bool, "drafter", lambda v: v == "none"),
+    ("corpus", bool, "drafter", lambda v: v not in (registry.AUTO, "ngram")),
 )
 
 

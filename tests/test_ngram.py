@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4cli.drafters.drafter import Drafter
+from ds4cli.drafters.links import MAX_MATCH
 from ds4cli.drafters.making import make
-from ds4cli.drafters.ngram import MAX_MATCH, ORDERS, NgramDrafter
+from ds4cli.drafters.ngram import ORDERS, NgramDrafter
 from ds4cli.settings import Settings
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # fingerprint.
 WITHOUT_EFFECT = {
     "model", "offline", "tools", "drafter", "draft_model", "num_draft_tokens", "speculate",
-    "rewind_mb", "horizon_tokens", "prefill_step_size", "stats",
+    "corpus", "rewind_mb", "horizon_tokens", "prefill_step_size", "stats",
 }  # fmt: skip
 # Longer texts are told by their hash.
 SHOWN_CHARS = 64

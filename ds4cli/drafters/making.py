@@ -9,6 +9,7 @@ from ds4cli.drafters.combined import CombinedDrafter
 from ds4cli.drafters.drafter import Drafter
 
 if TYPE_CHECKING:
+    from ds4cli.drafters.corpus import Corpus
     from ds4cli.drafters.heads import Head
     from ds4cli.rewind.timeline import Timeline
     from ds4cli.sampling import Sampler
@@ -21,16 +22,18 @@ def make(
     *,
     draft: Timeline | None = None,
     head: Head | None = None,
+    corpus: Corpus | None = None,
 ) -> Drafter:
     """The drafter the settings ask for; UsageError for a name that is none.
 
-    draft: the state of a loaded draft model. `auto` puts ngram in front of whichever there is.
+    draft: the state of a loaded draft model. corpus: texts of other sessions. `auto` puts ngram in
+    front of whichever there is.
     """
     if settings.speculate == "never":
         return Drafter()
     if settings.drafter != registry.AUTO:
-        return _of_kind(registry.named(settings.drafter), sampler, draft, head)
-    copies = _of_kind(registry.named("ngram"), sampler)
+        return _of_kind(registry.named(settings.drafter), sampler, draft, head, corpus)
+    copies = _of_kind(registry.named("ngram"), sampler, corpus=corpus)
     if draft is None and head is None:
         return copies
     loaded = registry.named("model") if head is None else head.kind
@@ -42,8 +45,11 @@ def _of_kind(
     sampler: Sampler,
     draft: Timeline | None = None,
     head: Head | None = None,
+    corpus: Corpus | None = None,
 ) -> Drafter:
     drafter = kind.part(kind.drafter)
+    if kind.source == registry.TEXT:
+        return drafter(corpus)
     if kind.source == registry.NOTHING:
         return drafter()
     if kind.source == registry.MODEL:

@@ -13,9 +13,10 @@ from typing import Any
 
 from ds4cli.errors import UsageError
 
-# Where what a drafter needs comes from: a whole model that is named, a head in a folder that is
-# named or lies in the target's, a head among the target's own weights.
-NOTHING, MODEL, FOLDER, WEIGHTS = "nothing", "model", "folder", "weights"
+# Where what a drafter needs comes from: the text so far and that of others, a whole model that is
+# named, a head in a folder that is named or lies in the target's, a head among the target's own
+# weights.
+NOTHING, TEXT, MODEL, FOLDER, WEIGHTS = "nothing", "text", "model", "folder", "weights"
 AUTO = "auto"
 DRAFT_MODEL = "`--draft-model`, or a folder `{name}/` in the model's own"
 
@@ -53,9 +54,9 @@ KINDS = (
     Kind("none", "nothing", "nothing", NOTHING, "ds4cli.drafters.drafter", "Drafter"),
     Kind(
         "ngram",
-        "what followed the longest match in prompt, reply and tool results",
+        "what followed the longest match in prompts, replies and tool results, here or elsewhere",
         "nothing",
-        NOTHING,
+        TEXT,
         "ds4cli.drafters.ngram",
         "NgramDrafter",
     ),

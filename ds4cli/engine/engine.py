@@ -17,6 +17,7 @@ from ds4cli import __version__
 from ds4cli.backend import blas
 from ds4cli.caches import adapt, build_caches, check_kv_bits, check_kv_group
 from ds4cli.drafters import heads, registry
+from ds4cli.drafters.corpus import Corpus
 from ds4cli.drafters.costs import PriceList
 from ds4cli.drafters.drafter import Drafter
 from ds4cli.drafters.heads import Head, HeadSource
@@ -98,11 +99,14 @@ class Engine(Vocabulary):
         context_tokens: int | None = None,
         fingerprint: str = "",
         notices: Sequence[str] = (),
+        corpus: Corpus | None = None,
     ):
         super().__init__(tokenizer, context_tokens)
+        self.corpus = Corpus() if corpus is None else corpus
         self.settings = settings
         self.fingerprint = fingerprint
         self.notices = list(notices)
+        self.corpus.notices = self.notices
         self.model = model
         self._draft = draft
         self._head = head
@@ -169,6 +173,9 @@ class Engine(Vocabulary):
         vocabulary = Vocabulary(tokenizer, context_tokens)
         notices += check_vocabulary(source, vocabulary)
         check_bias(chosen, vocabulary.token_limit)
+        fingerprint, corpus = source.fingerprint(), None
+        if chosen.corpus is not None:
+            corpus = Corpus.kept(Path(chosen.corpus).expanduser(), fingerprint)
         before_weights(vocabulary)
         weights, more = load_weights(source, chosen.dtype)
         notices += more
@@ -184,7 +191,8 @@ class Engine(Vocabulary):
             draft=draft,
             head=head,
             context_tokens=context_tokens,
-            fingerprint=source.fingerprint(),
+            fingerprint=fingerprint,
+            corpus=corpus,
             notices=notices + more,
         )
 
@@ -227,7 +235,7 @@ class Engine(Vocabulary):
         sampler = Sampler(self.settings, token_limit=self.token_limit)
         if drafter is None:
             draft = None if self._draft is None else self._timeline(self._draft)
-            drafter = make(self.settings, sampler, draft=draft, head=self._head)
+            drafter = make(self.settings, sampler, draft=draft, head=self._head, corpus=self.corpus)
         return Session(self, timeline, sampler, drafter)
 
     def load_session(self, path: str | Path) -> Session:
@@ -283,7 +291,8 @@ def _drafting(
 ) -> tuple[Source | None, HeadSource | None, list[str]]:
     """The draft model or the drafting head to load, checked against the target, and notices."""
     kind = None if settings.drafter == registry.AUTO else registry.named(settings.drafter)
-    if settings.speculate == "never" or (kind is not None and kind.source == registry.NOTHING):
+    loads_nothing = kind is not None and kind.source in (registry.NOTHING, registry.TEXT)
+    if settings.speculate == "never" or loads_nothing:
         return None, None, []
     if settings.draft_model is not None:
         return *_named_drafter(kind, settings.draft_model, target, settings.offline), []

@@ -1,0 +1,57 @@
+"""Places in a text linked to the previous one that ends with the same few tokens, as in LZ77."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+# Longer matches are not told apart.
+MAX_MATCH = 32
+
+
+class Links:
+    """The links for one length. A place is the index after the tokens that end there."""
+
+    def __init__(self, order: int, max_candidates: int):
+        self.order = order
+        self._max = max_candidates
+        self._heads: dict[int, int] = {}
+        self._previous = array("i")
+
+    def extend(self, tokens: Sequence[int], start: int) -> None:
+        """Link the tokens from index `start` on."""
+        heads, order = self._heads, self.order
+        for end in range(start + 1, len(tokens) + 1):
+            key = hash(tuple(tokens[max(0, end - order) : end]))
+            self._previous.append(heads.get(key, 0))
+            heads[key] = end
+
+    def drop(self, tokens: Sequence[int], pos: int) -> None:
+        """Unlink the tokens from index `pos` on."""
+        heads, order = self._heads, self.order
+        for end in range(len(tokens), pos, -1):
+            key = hash(tuple(tokens[max(0, end - order) : end]))
+            previous = self._previous.pop()
+            if previous:
+                heads[key] = previous
+            else:
+                del heads[key]
+
+    def candidates(self, tokens: Sequence[int]) -> list[int]:
+        """Places that end like `tokens`, the most recent first."""
+        end = self._heads.get(hash(tuple(tokens[-self.order :])), 0)
+        found = []
+        while end and len(found) < self._max:
+            found.append(end)
+            end = self._previous[end - 1]
+        return found
+
+
+def match_length(a: Sequence[int], a_end: int, b: Sequence[int], b_end: int) -> int:
+    """How many tokens before these two places are equal, up to MAX_MATCH."""
+    length, most = 0, min(a_end, b_end, MAX_MATCH)
+    if a[a_end - most : a_end] == b[b_end - most : b_end]:
+        return most
+    while length < most and a[a_end - 1 - length] == b[b_end - 1 - length]:
+        length += 1
+    return length
