@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 from tiny import V, build, ids
 
-from ds4cli.drafters import block, dflash, dspark
+from ds4cli.drafters import block, block_config, dflash, dspark
 from ds4cli.drafters.block import BlockHead
 from ds4cli.drafters.block_config import read
 from ds4cli.drafters.heads import HeadSource
@@ -187,6 +187,8 @@ class Plain:
 
     def attend(self, x, pos, rows, at, window):
         """One block row at pos over `rows`: (position, key, value)."""
+        if not window and self.c.context_rows:
+            rows = rows[-self.c.context_rows - BLOCK :]
         if window:
             last = float("inf") if self.c.sees_ahead else pos
             rows = [row for row in rows if pos - window < row[0] <= last]
@@ -401,6 +403,19 @@ def test_a_gap_starts_the_context_anew(target, tmp_path):
     drafter.rewind(14)  # what stood in 14..17 is of another text now
     drafter.observe(17, world.rows(17, 22))
     agree(drafter, plain, world, 22, first=17)
+
+
+def test_full_attention_sees_the_newest_rows_only(target, tmp_path, monkeypatch):
+    """A head that was trained on short texts and loses its way in the context of a long one."""
+    monkeypatch.setattr(block_config, "CONTEXT_ROWS", 6)
+    drafter, plain = make(tmp_path / "h", target, *CASES["vanilla"])
+    assert plain.c.context_rows == 6 and read(DFLASH, "dflash", "x").context_rows is None
+    world = World(24, 2)
+    drafter.observe(0, world.rows(0, 5))
+    agree(drafter, plain, world, 5)
+    drafter.observe(5, world.rows(5, 20))
+    agree(drafter, plain, world, 20)
+    agree(drafter, plain, world, 20, n=2)
 
 
 def test_many_rows_do_not_wait(target, tmp_path, monkeypatch):

@@ -56,7 +56,7 @@ class BlockAttention(nn.Module):
             config.max_position_embeddings,
         )
         self._dim, self._layer, self._window = dim, layer, config.windows[layer]
-        self._sees_ahead = config.sees_ahead
+        self._sees_ahead, self._context_rows = config.sees_ahead, config.context_rows
 
     def keys_values(self, x: mx.array, pos: int) -> tuple[mx.array, mx.array]:
         """Of rows x (n, H) that stand at pos, pos + 1, ...: (1, heads, n, D) each."""
@@ -81,7 +81,8 @@ class BlockAttention(nn.Module):
         """What the block's rows may see; in a windowed layer not those behind them, as z-lab trains
         it, unless the config says so."""
         if self._window is None:
-            return keys, values, None
+            first = max(0, keys.shape[2] - block - (self._context_rows or keys.shape[2]))
+            return keys[:, :, first:], values[:, :, first:], None
         first = max(0, keys.shape[2] - block - self._window + 1)
         keys, values = keys[:, :, first:], values[:, :, first:]
         rows = keys.shape[2]
