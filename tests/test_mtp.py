@@ -416,11 +416,11 @@ def same(head, other):
 def test_only_headers_are_looked_at(tmp_path):
     """Guards: a search that reads a large checkpoint, or that stumbles over another file."""
     (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 20)
-    assert not mtp.find(tmp_path)
+    assert not mtp.find(tmp_path, {})
     header = json.dumps({"mtp.fc.weight": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}})
     with (tmp_path / "x.safetensors").open("wb") as file:  # the tensor itself is not there
         file.write(len(header).to_bytes(8, "little") + header.encode() + b"0")
-    assert mtp.find(tmp_path)
+    assert mtp.find(tmp_path, {})
 
 
 @pytest.mark.parametrize(

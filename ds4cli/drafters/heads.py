@@ -130,7 +130,7 @@ def kind_of(config: dict[str, Any], name: str) -> Kind | None:
 def find(kind: Kind, name: str, folder: Path, config: dict[str, Any]) -> HeadSource | None:
     """The head of this kind in the target's own folder; None where it has none."""
     if kind.source == WEIGHTS:
-        found = kind.part("find")(folder)
+        found = kind.part("find")(folder, config)
         return HeadSource(kind, f"{name} ({kind.name})", folder, config) if found else None
     if not (folder / kind.name / "config.json").exists():
         return None

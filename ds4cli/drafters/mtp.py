@@ -21,8 +21,9 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from ds4cli.drafters import mtp_weights, weights
+from ds4cli.drafters import mtp_weights, nextn, weights
 from ds4cli.drafters.chain import ChainDrafter
+from ds4cli.drafters.nextn import NextnHead
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError, UsageError
 from ds4cli.models.weights import unpack
@@ -39,9 +40,9 @@ REASONS = {
 }
 
 
-def find(folder: Path) -> bool:
-    """Whether the weight files of the target's folder hold an MTP head."""
-    return bool(mtp_weights.find(folder))
+def find(folder: Path, config: dict[str, Any]) -> bool:
+    """Whether the weight files of the target's folder hold an MTP head. config: the target's."""
+    return bool(mtp_weights.find(folder)) or nextn.find(folder, config)
 
 
 def check(config: dict[str, Any], target_config: dict[str, Any], name: str) -> None:
@@ -50,8 +51,9 @@ def check(config: dict[str, Any], target_config: dict[str, Any], name: str) -> N
     config: the head's, which for an MTP head is the target's own.
     """
     kind = target_config.get("model_type")
-    if kind not in LAYERS:
-        why = REASONS.get(kind, f"those of {', '.join(LAYERS)} can be used")
+    if kind not in (*LAYERS, *nextn.FAMILIES):
+        known = ", ".join((*LAYERS, *nextn.FAMILIES))
+        why = REASONS.get(kind, f"those of {known} can be used")
         raise UsageError(f"`{name}`: no MTP head of model_type `{kind}` can be used: {why}")
     for table in (config, config.get("text_config") or {}):
         for field in ("mtp_num_hidden_layers", "num_nextn_predict_layers"):
@@ -81,9 +83,11 @@ class MtpHead(nn.Module):
         self._target = target
 
     @classmethod
-    def load(cls, folder: Path, target: Target, dtype: mx.Dtype | None) -> MtpHead:
+    def load(cls, folder: Path, target: Target, dtype: mx.Dtype | None) -> MtpHead | NextnHead:
         """The head in the target's folder, evaluated. dtype: float32 to unpack and cast, None as
         stored. ModelError, naming the tensor, if it is not exactly what the target needs."""
+        if target.model.model_type in nextn.FAMILIES:
+            return NextnHead.load(folder, target, dtype)
         target.prove()
         tensors = mtp_weights.read(folder)
         if not tensors:
@@ -139,6 +143,6 @@ def _layer(model: Any, has_experts: bool) -> tuple[nn.Module, float]:
 
 
 class MtpDrafter(ChainDrafter):
-    """Drafts with an `MtpHead`."""
+    """Drafts with an `MtpHead` or a `NextnHead`."""
 
     name = "mtp"

@@ -12,9 +12,7 @@ presence counts, not what the config says about it. Layouts of public checkpoint
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 from pathlib import Path
 
 import mlx.core as mx
@@ -33,19 +31,8 @@ _LESS_ONE_MEAN = 0.4
 
 def find(folder: Path) -> list[Path]:
     """The weight files in `folder` that hold MTP tensors; only headers are read."""
-    files = sorted(folder.glob("*.safetensors"))
-    return [path for path in files if any(map(_NAME.fullmatch, _names(path)))]
-
-
-def _names(path: Path) -> list[str]:
-    """The tensors of a safetensors file, from its header; none where it is no such file."""
-    try:
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(size)) if size < path.stat().st_size else {}
-    except (OSError, ValueError, struct.error):
-        return []
-    return list(header)
+    found = weights.headers(folder)
+    return [path for path, names in found if any(map(_NAME.fullmatch, names))]
 
 
 def read(folder: Path) -> dict[str, mx.array]:

@@ -97,8 +97,8 @@ KINDS = (
     ),
     Kind(
         "mtp",
-        "the multi-token prediction head of Qwen3-Next and Qwen3.5",
-        "`mtp.*` tensors in the model's own folder",
+        "the multi-token prediction head of Qwen3-Next, Qwen3.5, GLM-4.x, DeepSeek V3 and MiMo",
+        "its tensors in the model's own folder",
         WEIGHTS,
         "ds4cli.drafters.mtp",
         "MtpDrafter",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,22 @@ def read(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
         return mx.load(str(path), return_metadata=True)
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"cannot read `{path}`: {_first_line(error)}") from None
+
+
+def headers(folder: Path) -> list[tuple[Path, list[str]]]:
+    """The weight files of a folder and the names of the tensors in them; none are read."""
+    return [(path, _names(path)) for path in sorted(folder.glob("*.safetensors"))]
+
+
+def _names(path: Path) -> list[str]:
+    """The tensors of a safetensors file, from its header; none where it is no such file."""
+    try:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(size)) if size < path.stat().st_size else {}
+    except (OSError, ValueError, struct.error):
+        return []
+    return list(header)
 
 
 def read_all(folder: Path) -> dict[str, mx.array]:
