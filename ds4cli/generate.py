@@ -329,7 +329,7 @@ def _print_end(
     if completion.note and not request.quiet:
         terminal.note(completion.note)
     if engine.settings.stats and not request.quiet:
-        terminal.note(terminal.stats_line(session.stats, peak_bytes()))
+        terminal.note(terminal.stats_line(session.stats, peak_bytes(), terminal.width()))
 
 
 def _print_text(

@@ -56,6 +56,11 @@ def is_animated() -> bool:
     return err.is_terminal and not err.is_dumb_terminal and sys.stderr.isatty()
 
 
+def width() -> int | None:
+    """Columns that a line on stderr may take; None where there is no screen."""
+    return err.width if sys.stderr.isatty() else None
+
+
 def printable(text: str, stream: TextIO) -> str:
     """`text`, escaped if `stream` is a terminal; a pipe gets every byte."""
     return visible(text) if stream.isatty() else text
@@ -215,39 +220,54 @@ class UnseenKeys:
         termios.tcsetattr(0, termios.TCSANOW, modes)
 
 
-def stats_line(stats: Stats, peak_bytes: int) -> str:
-    """One line about a reply; a part appears only when it says something."""
+def counted(number: int, noun: str) -> str:
+    """`1 turn`, `2 turns`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def stats_line(stats: Stats, peak_bytes: int, width: int | None = None) -> str:
+    """One line about a reply; a part appears only when it says something.
+
+    width: what the line may take. What says least is shortened first, or left out.
+    """
+    # Each part long and short, in the order in which they stand; the number says who yields first.
     parts = [
-        f"{stats.generated_tokens:,} tok  {_rate(stats.generated_tokens, stats.decode_s)}",
-        _acceptance(stats),
-        _prompt(stats),
-        _rewind(stats),
-        f"{peak_bytes / 1e9:.1f} GB",
+        (9, _rate(stats.generated_tokens, stats.decode_s), ""),
+        (2, *_drafts(stats)),
+        (4, _prompt(stats), ""),
+        (3, *_going_back(stats)),
+        (1, f"{peak_bytes / 1e9:.1f} GB", ""),
     ]
-    return "   ".join(part for part in parts if part)
+    for least in range(1, 6):
+        line = " · ".join(filter(None, (s if rank < least else long for rank, long, s in parts)))
+        if width is None or len(line) <= width:
+            break
+    return line
 
 
 def _rate(tokens: int, seconds: float) -> str:
-    """Three digits are all that a measurement is good for."""
+    """Two digits are all that a measurement is good for."""
     rate = tokens / seconds if seconds > 0 else 0
-    return f"{rate:,.0f} tok/s" if rate >= 100 else f"{rate:.1f} tok/s"
+    return f"{rate:,.0f} tok/s" if rate >= 10 else f"{rate:.1f} tok/s"
 
 
-def _acceptance(stats: Stats) -> str:
+def _drafts(stats: Stats) -> tuple[str, str]:
     if not stats.proposed:
-        return f"parked {stats.parked}" if stats.parked else ""
-    accepted, proposed = stats.accepted / stats.blocks, stats.proposed / stats.blocks
-    share = f"accept {accepted:.1f}/{proposed:.1f} ({stats.accepted / stats.proposed:.0%})"
-    return f"{share} parked {stats.parked}" if stats.parked else share
+        return "", ""
+    short = f"{1 + stats.accepted / stats.blocks:.1f} "
+    right = f"drafts {100 * stats.accepted / stats.proposed:.0f} % right"
+    return f"{short}tokens a call ({right})", f"{short}a call"
 
 
 def _prompt(stats: Stats) -> str:
-    cached = f" ({stats.cached_tokens:,} cached)" if stats.cached_tokens else ""
-    rate = _rate(stats.prompt_tokens - stats.cached_tokens, stats.prompt_s)
-    return f"prompt {stats.prompt_tokens:,}{cached} {rate}"
+    kept = f", {stats.cached_tokens:,} kept" if stats.cached_tokens else ""
+    return f"prompt {stats.prompt_tokens:,}{kept}"
 
 
-def _rewind(stats: Stats) -> str:
-    if not stats.discarded_tokens:
-        return ""
-    return f"rewind -{stats.discarded_tokens} +{stats.replayed_tokens}"
+def _going_back(stats: Stats) -> tuple[str, str]:
+    back, took = stats.discarded_tokens, f"in {_duration(stats.back_s)}"
+    return (f"back {counted(back, 'token')} {took}", f"back {back:,} {took}") if back else ("", "")
+
+
+def _duration(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

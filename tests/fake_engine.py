@@ -64,7 +64,7 @@ class FakeSession:
             prompt_tokens=0, cached_tokens=2, prompt_s=0.5, generated_tokens=0, decode_s=0.25,
             drafter="ngram", blocks=2, proposed=4, accepted=3, accept_counts=[1, 0, 1],
             parked=0, by_drafter={"ngram": [4, 3]},
-            repairs=[], rewinds=0, discarded_tokens=0, replayed_tokens=0, forwards=3,
+            repairs=[], rewinds=0, discarded_tokens=0, replayed_tokens=0, back_s=0.0, forwards=3,
         )  # fmt: skip
 
     def sync(self, tokens: list[int], *, cancel: Any, progress: Any) -> None:

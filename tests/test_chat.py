@@ -438,6 +438,51 @@ def test_files_go_with_the_next_message(said, tmp_path, capsys):
         assert "error:" in capsys.readouterr().err
 
 
+def test_a_file_that_does_not_fit_is_not_attached(said, engine, tmp_path, capsys, monkeypatch):
+    """Guards: a file that blocks every message from then on, even behind /clear."""
+    (tmp_path / "big.txt").write_text("x" * 900)
+    (tmp_path / "small.txt").write_text("y")
+    monkeypatch.setattr(engine, "context_tokens", len(said.line.tokens) + 400)
+    for name in ("big.txt", "*.txt"):
+        said.take(f"/file {name}")
+        assert "has room for `400`" in capsys.readouterr().err and not said.attached.files
+    said.take("/file small.txt")
+    said.take("/file big.txt")
+    assert [file.name for file in said.attached.files] == ["small.txt"]
+    said.take("/clear")
+    assert not said.attached.files
+
+
+def test_files_are_listed_dropped_and_found_by_patterns(said, tmp_path, capsys):
+    """Guards: what is attached that nobody sees or can take back; a pattern taken for a name."""
+    for name in ("b.py", "a.py", "[x].py", "c.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "d.py").mkdir()
+    said.take("/file ?.py")
+    said.take("/file [x].py")
+    said.take("/file")
+    assert "attached: `a.py` (4 tokens), `b.py` (4 tokens), `[x].py`" in capsys.readouterr().err
+    said.take("/file -a.py")
+    said.take("/file -c.txt")
+    assert "`c.txt` is not attached" in capsys.readouterr().err
+    said.take("/file *.md")
+    assert "no file matches `*.md`" in capsys.readouterr().err
+    assert said.attached.before("t") == "b.py\n\n[x].py\n\nt"
+    said.take("/file -")
+    assert not said.attached.files
+
+
+def test_counters_cover_the_reply_they_stand_under(said, capsys):
+    """Guards: tokens that /undo took back counted again under the next reply."""
+    said.take("/undo")
+    assert "tokens dropped" in capsys.readouterr().err
+    said.take("another")
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "tok/s" in line and "back" not in line
+    said.take("/edit 3 other words")
+    assert re.search(r" · back \d+ tokens in \d+ ms", capsys.readouterr().err)
+
+
 def test_a_full_context_is_said_before_the_reply(hybrid_folder, capsys):
     """Guards: silently dropped turns, or a crash, when the context is full."""
     engine = talk.load(hybrid_folder)

@@ -294,9 +294,26 @@ def test_reasoning_that_the_prompt_opened():
 def test_stats_line():
     """Guards: the line loses a number, or shows parts that say nothing."""
     line = run("hi", "--stats").stderr.strip()
-    assert (
-        line == "2 tok  8.0 tok/s   accept 1.5/2.0 (75%)   prompt 2 (2 cached) 0.0 tok/s   2.0 GB"
-    )
+    words = "8.0 tok/s · 2.5 tokens a call (drafts 75 % right) · prompt 2, 2 kept · 2.0 GB"
+    assert line == words
+
+
+@pytest.mark.parametrize("width", [200, 80, 60, 40])
+def test_the_stats_line_fits_its_screen(width):
+    """Guards: a line that wraps, or one that says less than there is room for."""
+    stats = SimpleNamespace(
+        prompt_tokens=73, cached_tokens=51, generated_tokens=810, decode_s=10, blocks=280,
+        proposed=600, accepted=532, discarded_tokens=78, back_s=0.002,
+    )  # fmt: skip
+    shown = {
+        200: "81 tok/s · 2.9 tokens a call (drafts 89 % right) · prompt 73, 51 kept"
+        " · back 78 tokens in 2 ms · 9.8 GB",
+        80: "81 tok/s · 2.9 a call · prompt 73, 51 kept · back 78 tokens in 2 ms",
+        60: "81 tok/s · 2.9 a call · prompt 73, 51 kept · back 78 in 2 ms",
+        40: "81 tok/s · 2.9 a call · back 78 in 2 ms",
+    }
+    line = terminal.stats_line(stats, 9_800_000_000, width)
+    assert line == shown[width] and len(line) <= width
 
 
 def test_json_is_one_object_with_the_promised_fields():

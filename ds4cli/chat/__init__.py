@@ -4,6 +4,7 @@ request.py       what the command line asked for
 loop.py          messages and commands, one after the other
 commands.py      the slash commands
 console.py       what the user sees of a conversation
+attachments.py   files that go with the next message
 calls.py         the dialogue about tool calls
 conversation.py  what is said, and the session that follows it
 transcript.py    turns, lines and branches; no mlx

@@ -255,6 +255,7 @@ def go_on(chat: Chat, argument: str) -> None:
 def clear(chat: Chat, argument: str) -> None:
     """Begin again behind the system text. /redo brings the conversation back."""
     _refuse(argument)
+    chat.attached.drop()
     chat.move(lambda watch: chat.conversation.go_back(chat.line.upto(0), watch))
 
 
@@ -428,19 +429,28 @@ def _print_settings(chat: Chat) -> None:
     terminal.err.print(table)
 
 
-@command("file [path]", "read", completes="path")
+@command("file [path|-|-name]", "read", completes="path")
 def file(chat: Chat, argument: str) -> None:
-    """Attach a text file to your next message; without a path, list what is attached."""
+    """Attach text files to your next message: a path or a pattern such as `src/*.py`.
+
+    Without a path, list what is attached. `-` drops all of it, `-name` one.
+    """
     if not argument:
-        names = ", ".join(name for name, _ in chat.attached) or "nothing"
-        return chat.note(f"attached: {names}")
-    try:
-        text = Path(argument).expanduser().read_bytes().decode("utf-8-sig")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UsageError(f"cannot read `{argument}`: {reason.lower()}") from None
-    chat.attached.append((argument, text.replace("\r\n", "\n").rstrip("\n")))
-    chat.note(f"attached `{argument}` ({len(text):,} characters); it goes with your next message")
+        return chat.note(
+            f"attached: {chat.attached}; `/file -` drops"
+            if chat.attached.files
+            else "nothing is attached"
+        )
+    if argument.startswith("-") and not Path(argument).exists():
+        chat.attached.drop(argument[1:])
+        return chat.note(
+            f"attached: {chat.attached}" if chat.attached.files else "nothing is attached any more"
+        )
+    new = chat.attached.add(argument, chat.conversation.room)
+    tokens = sum(each.tokens for each in new)
+    names = ", ".join(f"`{each.name}`" for each in new)
+    which = "it goes" if len(new) == 1 else "they go"
+    chat.note(f"attached {names} ({tokens:,} tokens); {which} with your next message")
 
 
 # -- on disk --------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds4cli import signals, terminal
 from ds4cli.chat import shelf
+from ds4cli.chat.attachments import Attachments
 from ds4cli.chat.calls import Calls
 from ds4cli.chat.conversation import Conversation, Watch
 from ds4cli.chat.request import ChatRequest
@@ -19,6 +20,7 @@ from ds4cli.chat.transcript import Line, Turn
 from ds4cli.errors import DS4Error, UsageError
 from ds4cli.rewind.plan import RewindReport
 from ds4cli.settings import Settings
+from ds4cli.terminal import counted
 
 if TYPE_CHECKING:
     from ds4cli.engine.engine import Engine
@@ -46,7 +48,7 @@ class Chat:
         self.reader = reader
         self.calls = Calls(self)
         self.draft = ""  # text that waits in the input line
-        self.attached: list[tuple[str, str]] = []  # names and texts that go with the next message
+        self.attached = Attachments(lambda text: len(engine.encode(text)))
         self.totals: dict[str, float] = {}
         self.accepted: Counter[int] = Counter()  # blocks by how many guesses they kept
         self.failures = 0
@@ -98,14 +100,16 @@ class Chat:
         """Say `text` and let the model answer; while it waits for a tool's result, that is it."""
         if after is None and self.conversation.open_calls:
             return self.calls.give(text)
-        files, self.attached = self.attached, []
-        content = "\n\n".join([*(body for _, body in files), text])
         is_sent = False
         try:
-            is_sent = self.ask(Turn("user", content), after=after)
+            is_sent = self.ask(Turn("user", self.attached.before(text)), after=after)
         finally:
-            if not is_sent:  # nothing typed is ever lost
-                self.draft, self.attached = text, files
+            if is_sent:
+                self.attached.drop()
+            else:  # nothing typed is ever lost
+                self.draft = text
+                if self.attached.files:
+                    self.note(f"still attached: {self.attached}; `/file -` drops")
 
     def ask(self, *turns: Turn, after: Line | None = None) -> bool:
         """Read turns and let the model answer them; False if nothing came of it."""
@@ -194,7 +198,7 @@ class Chat:
         shown = self.settings.stats
         if (self.reader.is_interactive if shown is None else shown) and not self.request.quiet:
             stats = self.conversation.session.stats
-            terminal.note(terminal.stats_line(stats, peak_bytes()))
+            terminal.note(terminal.stats_line(stats, peak_bytes(), terminal.width()))
 
     def start_counting(self) -> None:
         """Add the session's counters to the chat's totals, and begin again from zero."""
@@ -217,14 +221,15 @@ class Chat:
         """What was kept, dropped and read, and how long it took."""
         read = report.replayed + report.prefilled
         parts = [
-            f"{len(self.line.turns)} turns",
-            f"{report.discarded:,} tokens dropped",
+            counted(len(self.line.turns), "turn"),
+            f"{counted(report.discarded, 'token')} dropped",
             f"{read:,} read" + (" again" if read and not report.prefilled else ""),
             f"{1e3 * report.seconds:,.1f} ms",
         ]
         if not self.conversation.is_complete:
             parts.append("stopped: the rest is read with the next message")
         self.note(" · ".join(parts))
+        self.start_counting()  # the next reply's line is about that reply
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Watch]:
@@ -259,7 +264,8 @@ class Chat:
         if cache.exists() and (reason := self.conversation.load_state(cache)):
             self.note(reason)
         self.note(
-            f"session `{name}`: {len(self.line.turns)} turns, {len(self.line.tokens):,} tokens"
+            f"session `{name}`: {counted(len(self.line.turns), 'turn')}, "
+            f"{counted(len(self.line.tokens), 'token')}"
         )
         if self.line.turns and self.line.turns[-1].role == "user":
             self.draft = self.conversation.take_back()

@@ -423,7 +423,7 @@ class _ReplyTurn:
 
 def _joined(reports: Sequence[RewindReport]) -> RewindReport:
     """What several moves in a row did."""
-    counts = ("discarded", "replayed", "prefilled", "forwards", "seconds")
+    counts = ("discarded", "replayed", "prefilled", "forwards", "seconds", "back_s")
     sums = {name: sum(getattr(report, name) for report in reports) for name in counts}
     return replace(reports[0], **sums)
 

@@ -67,6 +67,7 @@ class Stats:
     rewinds: int = 0
     discarded_tokens: int = 0
     replayed_tokens: int = 0
+    back_s: float = 0.0
     forwards: int = 0
     repairs: list[Repair] = field(default_factory=list)
 
@@ -86,6 +87,7 @@ class Stats:
         self.rewinds += report.discarded > 0
         self.discarded_tokens += report.discarded
         self.replayed_tokens += report.replayed
+        self.back_s += report.back_s if report.discarded else 0.0
         self.forwards += report.forwards
 
 

@@ -18,7 +18,8 @@ class RewindReport:
 
     source: "live", "block", "horizon", "trim", "frontier" or "rebuild".
     discarded, replayed, prefilled: tokens dropped, fed again, fed for the first time.
-    forwards: model calls. seconds: wall time.
+    forwards: model calls. seconds: wall time; back_s: what of it is not for the tokens fed for the
+    first time.
     """
 
     source: str
@@ -27,6 +28,7 @@ class RewindReport:
     prefilled: int = 0
     forwards: int = 0
     seconds: float = 0.0
+    back_s: float = 0.0
 
 
 @dataclass(frozen=True)

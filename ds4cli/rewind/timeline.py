@@ -450,12 +450,14 @@ class Timeline:
             self._move(step)
             if replay:
                 self._feed_all(replay)
+        seconds = time.perf_counter() - begin
         return RewindReport(
             step.source,
             discarded=max(0, before - pos),
             replayed=len(replay),
             forwards=self.counters.forwards - counted,
-            seconds=time.perf_counter() - begin,
+            seconds=seconds,
+            back_s=seconds,
         )
 
     def sync(
@@ -479,15 +481,18 @@ class Timeline:
         before, counted = self.pos, self.counters.forwards
         with self._all_or_nothing():
             self._move(step)
+        moved_s = time.perf_counter() - begin
         self._feed_all(self._feed_to_checkpoints(target, checkpoints, cancel), cancel, progress)
-        replayed = min(self.pos, common) - step.base
+        seconds, replayed = time.perf_counter() - begin, min(self.pos, common) - step.base
+        share = replayed / max(1, self.pos - step.base)  # of the feeding that was done again
         return RewindReport(
             step.source,
             discarded=max(0, before - common),
             replayed=replayed,
             prefilled=self.pos - step.base - replayed,
             forwards=self.counters.forwards - counted,
-            seconds=time.perf_counter() - begin,
+            seconds=seconds,
+            back_s=moved_s + share * (seconds - moved_s),
         )
 
     def _feed_to_checkpoints(
