@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tomli
 
-from ds4cli.bench import machine, matrix, measure, plot, report, trace
+from ds4cli.bench import machine, matrix, measure, plot, report, summary, trace
 from ds4cli.bench.check import Finding, smallest
 from ds4cli.bench.measure import Row, Sample, compare, doubts, mad, ratio, timed
 from ds4cli.errors import UsageError
@@ -142,6 +142,42 @@ def test_markdown_puts_a_row_beside_its_partner(whole):
     assert "| back 8 | 2 ± 1 ms | 2 ± 0 s | 1,000x | block | 0 / 2 | 0 / 92 | yes |" in text
     assert "| kept | checkpoints | 12.2 MB |" in text and "warning: busy" in text
     assert report.yes_no(False) == "**no**"
+
+
+def in_words(rows=(), findings=()):
+    return summary.sentences(rows, findings, lambda ms: report.amount(ms, "ms"))
+
+
+def test_the_result_stands_first_in_a_sentence(whole):
+    """Guards: a reader who has to find what going back costs in a table of twenty rows."""
+    rows = [
+        row(35, case="back 64", distance_tokens=64, against="rebuild", match=True),
+        row(4300, case="back 64", distance_tokens=64, way="rebuild"),
+        row(50, case="one token decoded", way="decode", distance_tokens=0),
+        row(100.2, 200.4, scenario="control", case="c", way="recording", against="not recording"),
+        row(100, 200, scenario="control", case="c", way="not recording"),
+    ]
+    assert in_words(rows) == (
+        "Going back 64 tokens takes 0.7 of a decoded token (35 ms) instead of 4.30 s; recording "
+        "costs 0.2 %. The text afterwards was the same every time."
+    )
+    text = report.markdown(report.Report({"chip": "C"}, rows=rows))
+    assert text.startswith("Going back 64 tokens") and text.endswith("Measured on C\n")
+    assert "- rebuild: reading everything" in text and "- horizon:" not in text
+
+
+def test_a_result_that_is_bad_or_noise_is_called_so():
+    """Guards: a negative cost, or a mismatch behind good numbers."""
+    noisy = [
+        row(90, 120, scenario="control", way="recording", against="not recording"),
+        row(100, 100, scenario="control", way="not recording"),
+    ]
+    assert in_words(noisy) == "Recording costs less than can be told here (± 15.0 %)."
+    assert "After 1 of 1 measurements" in in_words([row(1, match=False)])
+    good, bad = Finding("row:16:1:1", 0.0, 1.0), Finding("row:16:1:2", 2.0, 1.0)
+    assert in_words(findings=[good]) == "All 1 cases hold: going back changed nothing."
+    assert in_words(findings=[good, bad]).startswith("1 of 2 cases do not hold")
+    assert in_words() == ""
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,8 @@ def _compared(old: report.Report, new: report.Report, request: BenchRequest) -> 
     changes = measure.compare(old.rows, new.rows, request.tolerance)
     if not changes:
         raise UsageError(f"`{request.compare}` has no row in common with this run")
-    terminal.show(report.changes(changes))
+    is_data = request.output is None and request.form != "md"  # stdout belongs to a program
+    (terminal.show if is_data else terminal.write)(report.changes(changes))
     return any(change.is_worse for change in changes)
 
 

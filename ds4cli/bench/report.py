@@ -12,6 +12,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from ds4cli.bench import summary
 from ds4cli.bench.files import read_text
 from ds4cli.bench.measure import Change, Row, partner, ratio
 from ds4cli.errors import UsageError
@@ -98,13 +99,18 @@ PAIRED: tuple[tuple[str, Cells], ...] = (
 
 
 def markdown(report: Report) -> str:
-    """Tables by scenario and context; then findings, notes, warnings and environment."""
-    parts = [_scenario(*key, list(rows)) for key, rows in groupby(report.rows, _section)]
+    """The result in sentences; tables by scenario and context; then what their words mean, notes,
+    warnings and where it was measured."""
+    tables = [_scenario(*key, list(rows)) for key, rows in groupby(report.rows, _section)]
     if report.findings:
-        parts.append(_findings(report.findings))
-    parts += ["\n".join(report.notes)] if report.notes else []
-    parts += ["\n".join(f"warning: {w}" for w in report.warnings)] if report.warnings else []
-    return "\n\n".join([*parts, _environment(report)]) + "\n"
+        tables.append(_findings(report.findings))
+    found = summary.sentences(report.rows, report.findings, lambda ms: amount(ms, "ms"))
+    meanings = summary.words("\n".join(tables)) if report.rows else ""
+    notes = "\n".join(report.notes)
+    warnings = "\n".join(f"warning: {w}" for w in report.warnings)
+    where = summary.setting(report.environment)
+    parts = [found, *tables, meanings, notes, warnings, where]
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _section(row: Row) -> tuple[str, int]:
@@ -150,13 +156,6 @@ def _findings(findings: Sequence[Any]) -> str:
         lines.append([name, f"{context:,}", str(len(cases)), *numbers, yes_no(good), details])
     head = ["check", "context", "cases", "largest difference", "allowed", "holds", "note"]
     return "### check\n\n" + table(head, lines)
-
-
-def _environment(report: Report) -> str:
-    kinds = report.environment.get("cache_kinds") or {}
-    shown = {**report.environment, "cache_kinds": ", ".join(f"{n} x {k}" for k, n in kinds.items())}
-    lines = [[f"`{key}`", _plain(value)] for key, value in shown.items() if value not in (None, [])]
-    return table(["measured on", ""], lines)
 
 
 def _plain(value: Any) -> str:
