@@ -22,8 +22,9 @@ def costs(**options):
 # --- the list ---------------------------------------------------------------------------------
 
 
-def test_a_list_is_kept_for_its_key_alone(tmp_path):
+def test_a_list_is_kept_for_its_key_alone(tmp_path, monkeypatch):
     """A list of another model or version would be believed, one that is not found measured anew."""
+    monkeypatch.setattr(costs_module, "measure", lambda *_: dict(LIST))
     prices = PriceList.kept(tmp_path / "new", {"model": "a"})
     assert prices.seconds == {}
     e = engine("llama", model=build("llama"))
@@ -34,10 +35,15 @@ def test_a_list_is_kept_for_its_key_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[1, 2]", "null", '{"1": "x"}', '{"1": 0.1}', '{"0": -1, "1": 0.1}']
-)
+    "text",
+    [
+        "", "{", "[1, 2]", "null", '{"1": "x"}', '{"1": 0.1}', '{"0": -1, "1": 0.1}',
+        '{"0": 0.01, "1": 0.012, "2": 0.406}', '{"0": 0.01, "1": 0.012, "2": 0.03, "4": 0.019}',
+    ],
+)  # fmt: skip
 def test_a_torn_file_is_measured_anew(tmp_path, text):
-    """A file cut by a full disk must not end the run, nor give prices of zero."""
+    """A file cut by a full disk must not end the run, nor give prices of zero; nor may one that was
+    measured on a busy machine, where two rows cost more than four, park guesses for ever."""
     path = PriceList.kept(tmp_path, {}).path
     path.write_text(text, encoding="utf-8")
     assert PriceList.kept(tmp_path, {}).seconds == {}
@@ -67,6 +73,38 @@ def timed(monkeypatch, call_s, first_s=0.0):
     monkeypatch.setattr(timeline, "feed", slow)
     seconds = measure(timeline, e.session().sampler, prompt(8), 2.0, lambda: now[0])
     return seconds, now[0]
+
+
+def test_a_machine_that_is_busy_for_a_while_makes_no_size_dear(monkeypatch):
+    """One size was measured while another program ran, and guesses of it never tried again."""
+    e, now, calls = engine("llama", model=build("llama")), [0.0], [0]
+    timeline = e.scratch_timeline()
+    feed = timeline.feed
+
+    def slow(tokens, **how):
+        calls[0] += 1
+        is_busy = 40 < calls[0] < 90  # all of a turn, and a part of another
+        now[0] += 0.001 * (1 + 0.1 * len(tokens)) * (9 if is_busy else 1)
+        return feed(tokens, **how)
+
+    monkeypatch.setattr(timeline, "feed", slow)
+    seconds = measure(timeline, e.session().sampler, prompt(8), 2.0, lambda: now[0])
+    assert seconds.keys() == {0, *SIZES} and costs_module.is_sound(seconds)
+
+
+def test_a_list_that_plain_tokens_contradict_is_stale(tmp_path):
+    """A list of a busy machine, believed for ever on a quiet one."""
+    prices = PriceList(seconds=dict(LIST))
+    plain = costs_module.Mean(0.95)
+    for _ in range(40):
+        plain.add(0.0125)
+    assert not prices.is_stale(plain, 100)
+    for _ in range(99):
+        plain.add(0.006)
+    assert prices.is_stale(plain, 100)
+    assert not prices.is_stale(plain, 9000)  # a long context is another thing to time
+    prices.took_s = 1.0
+    assert not prices.is_stale(plain, 100)
 
 
 def test_a_slow_model_is_given_fewer_sizes(monkeypatch):

@@ -26,7 +26,7 @@ from ds4cli.settings import MAX_BLOCK_TOKENS
 # products of quantised weights read those once per 5 rows.
 SIZES = (1, 2, 4, 8, 16, MAX_BLOCK_TOKENS, 5, 10, 3, 6, 12, 24)
 REPEATS = 3
-PLAIN_TOKENS = 8
+PLAIN_TOKENS = 4  # a turn
 BUDGET_S = 2.0
 # A first call of a kind may compile for seconds: that is no reason to know less of a fast model,
 # but all of it must end some time.
@@ -35,6 +35,12 @@ MOST_S = 30.0
 # many as are read in READ_S.
 CONTEXT_TOKENS, TRIED_TOKENS = 1024, 64
 READ_S = 0.5
+# A list is no good where a call is cheaper than one of fewer rows by more than this share, or
+# dearer than as many calls of one row by half: it was measured while something else ran.
+MOST_FALL, MOST_RISE = 1 / 3, 1.5
+# Plain tokens that differ from the list by more than a third say so, too, once as many were timed,
+# and at about the context that it was measured at.
+MOST_OFF, ENOUGH_PLAIN = 4 / 3, 16.0
 # Prices assumed until they are measured: on the high side, so that only guesses that are nearly
 # sure are tried. Beyond the sizes that were measured a row is assumed to cost little: a guess that
 # is too low is found out.
@@ -78,6 +84,14 @@ class PriceList:
         if self.path is not None:
             self.problem = _write(self.path, self.seconds)
 
+    def is_stale(self, plain: Mean, pos: int, *, runs_ahead: bool = True) -> bool:
+        """Whether plain tokens take another time here than when the list was measured. One that
+        this process measured is not doubted: twice would be no better."""
+        if self.took_s or not self.seconds or plain.weight < ENOUGH_PLAIN or pos > CONTEXT_TOKENS:
+            return False
+        off = plain.value / self.seconds[0 if runs_ahead else 1]
+        return not 1 / MOST_OFF <= off <= MOST_OFF
+
     @property
     def notice(self) -> str:
         """What to say of a list that was just measured."""
@@ -94,7 +108,17 @@ def _read(path: Path) -> dict[int, float]:
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
     usable = all(rows >= 0 and 0 < s < math.inf for rows, s in seconds.items())
-    return seconds if usable and {0, 1} <= seconds.keys() else {}
+    return seconds if usable and {0, 1} <= seconds.keys() and is_sound(seconds) else {}
+
+
+def is_sound(seconds: Mapping[int, float]) -> bool:
+    """Whether calls cost more with more rows, and less than one by one."""
+    highest = 0.0
+    for rows in sorted(rows for rows in seconds if rows):
+        if not (1 - MOST_FALL) * highest <= seconds[rows] <= MOST_RISE * rows * seconds[1]:
+            return False
+        highest = max(highest, seconds[rows])
+    return True
 
 
 def _write(path: Path, seconds: Mapping[int, float]) -> str:
@@ -115,22 +139,51 @@ def measure(
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[int, float]:
-    """Seconds by rows, as many sizes as fit the budget; 0 and 1 always."""
+    """Seconds by rows, as many sizes as fit the budget; 0 and 1 always.
+
+    All sizes are timed in turns, each against the plain tokens of its turn: a program that runs
+    beside this for a while makes a turn slow, and no size dear.
+    """
     last = clock() + MOST_S
     tokens = list(tokens[:CONTEXT_TOKENS])
     _read_context(timeline, tokens, clock)
-    taken = {1: _call_seconds(timeline, sampler, tokens[:1], budget_s, clock)}
-    taken[0] = _plain_seconds(timeline, sampler, tokens[:1], clock)
-    one = statistics.median(taken[1])
-    for rows in SIZES[1:]:
-        # A size is tried at least twice, and what it takes is about known. The first call counts
-        # like the others, without what it compiled.
-        left = budget_s - sum(sum(each) + min(each) for each in taken.values())
-        if 2 * one * (1 + ASSUMED_SLOPE * rows) > left or clock() > last:
+    turns = [_first_turn(timeline, sampler, tokens, (budget_s, last), clock)]
+    while len(turns) < REPEATS and clock() < last:
+        turns.append(
+            {
+                rows: _call_seconds(timeline, sampler, (tokens * rows)[:rows], clock)
+                if rows
+                else _plain_seconds(timeline, sampler, tokens[:1], clock)
+                for rows in turns[0]
+            }
+        )
+    plain = statistics.median(turn[0] for turn in turns)
+    return {
+        rows: plain * statistics.median(turn[rows] / turn[0] for turn in turns)
+        for rows in sorted(turns[0])
+    }
+
+
+def _first_turn(
+    timeline: Any,
+    sampler: Any,
+    tokens: list[int],
+    limits: tuple[float, float],
+    clock: Callable[[], float],
+) -> dict[int, float]:
+    """The sizes that fit, and a plain token at 0. The first call of a size pays for compiling, and
+    is not counted."""
+    left, last = limits
+    taken: dict[int, float] = {}
+    for rows in SIZES:
+        expected = taken.get(1, 0.0) * (1 + ASSUMED_SLOPE * rows)
+        if (REPEATS + 1) * expected > left or (taken and clock() > last):
             break
         feed = (tokens * rows)[:rows]
-        taken[rows] = _call_seconds(timeline, sampler, feed, left, clock)
-    return {rows: statistics.median(each) for rows, each in taken.items()}
+        _call_seconds(timeline, sampler, feed, clock)
+        taken[rows] = _call_seconds(timeline, sampler, feed, clock)
+        left -= (REPEATS + 1) * taken[rows]
+    return {**taken, 0: _plain_seconds(timeline, sampler, tokens[:1], clock)}
 
 
 def _read_context(timeline: Any, tokens: list[int], clock: Callable[[], float]) -> None:
@@ -144,25 +197,21 @@ def _read_context(timeline: Any, tokens: list[int], clock: Callable[[], float]) 
 
 
 def _call_seconds(
-    timeline: Any, sampler: Any, feed: list[int], budget_s: float, clock: Callable[[], float]
-) -> list[float]:
-    """Blocks whose last guess is wrong, as most are: so the way back is in the price. Without the
-    first of all: it pays for compiling."""
-    taken: list[float] = []
-    while len(taken) <= REPEATS and (len(taken) < 2 or sum(taken[1:]) < budget_s):
-        begin = clock()
-        rows = timeline.feed(feed)
-        picks = sampler.pick(rows, timeline.pos + 1, [*timeline.tokens, *feed])
-        timeline.evaluate(picks)
-        picks.tolist()
-        timeline.commit(max(1, len(feed) - 1))
-        taken.append(clock() - begin)
-    return taken[1:]
+    timeline: Any, sampler: Any, feed: list[int], clock: Callable[[], float]
+) -> float:
+    """A block whose last guess is wrong, as most are: so the way back is in the price."""
+    begin = clock()
+    rows = timeline.feed(feed)
+    picks = sampler.pick(rows, timeline.pos + 1, [*timeline.tokens, *feed])
+    timeline.evaluate(picks)
+    picks.tolist()
+    timeline.commit(max(1, len(feed) - 1))
+    return clock() - begin
 
 
 def _plain_seconds(
     timeline: Any, sampler: Any, token: list[int], clock: Callable[[], float]
-) -> list[float]:
+) -> float:
     """A token of plain decoding, the next call being built while this one runs."""
     picks = [_open(timeline, sampler, token)]
     taken, begin = [], clock()
@@ -173,7 +222,7 @@ def _plain_seconds(
         taken.append(clock() - begin)
         begin = clock()
     timeline.abort()
-    return taken[1:]
+    return statistics.median(taken[1:])
 
 
 def _open(timeline: Any, sampler: Any, token: Any) -> Any:

@@ -381,16 +381,20 @@ class Session:
 
     def _look_up_prices(self) -> None:
         """Tell the controller what calls cost here; measured when it first matters, then kept."""
-        if self._knows_prices or not self.policy.chooses:
+        if not self.policy.chooses:
             return
-        prices = self.engine.prices
+        prices, ahead = self.engine.prices, not self.sampler.needs_history
+        if prices.is_stale(self.policy.costs.plain, self.pos, runs_ahead=ahead):
+            prices.seconds, self._knows_prices = {}, False  # measured anew, below or later
+        if self._knows_prices:
+            return
         if not prices.seconds and self.policy.wants_prices:
             self._timeline.abort()  # what a suspended stream runs ahead
             prices.measure(self.engine.scratch_timeline(), self.sampler, self._timeline.tokens)
             self.engine.notices.append(prices.notice)
         if prices.seconds:
             self._knows_prices = True
-            self.policy.costs.use(prices.seconds, runs_ahead=not self.sampler.needs_history)
+            self.policy.costs.use(prices.seconds, runs_ahead=ahead)
 
     def _verify(self, feed: list[int], source: str) -> list[int]:
         """One model call on the block; commit its first token and the drafts that agree."""
