@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer import completion
 from typer.exceptions import TyperException
 
 from ds4cli import __version__, settings, signals, terminal
 from ds4cli.errors import DS4Error, UsageError
+from ds4cli.help import Command, Group
 from ds4cli.options import Run, long_flag, refuse_both, with_settings
 from ds4cli.settings import OPTIONS, OUTPUT
 
@@ -36,7 +37,7 @@ NO_MEMORY = (
 OUTPUT_ERRORS = errno.EPIPE, errno.ENOSPC, errno.EBADF
 
 
-class App(TyperGroup):
+class App(Group):
     """The Typer group, with every failure printed as one line and a hint."""
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
@@ -44,6 +45,7 @@ class App(TyperGroup):
         words = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
         _fill_closed_streams()
+        completion.completion_init()
         with signals.Program():
             try:
                 code = super().main(words, *rest, **extra)
@@ -125,6 +127,7 @@ app = typer.Typer(
     cls=App,
     name="ds4cli",
     no_args_is_help=True,
+    add_completion=False,  # ours takes the shell's name
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Every setting can stand in ds4cli.toml, or in the environment as DS4CLI_NAME.",
@@ -136,6 +139,24 @@ def _print_versions(wanted: bool) -> None:
         parts = [f"ds4cli {__version__}", *(_version(name) for name in ("mlx", "mlx-lm"))]
         typer.echo(", ".join(parts))
         raise typer.Exit()
+
+
+SHELLS = "bash, zsh, fish, powershell or pwsh"
+
+
+def _install_completion(ctx: typer.Context, param: typer.CallbackParam, shell: str | None) -> None:
+    _check_shell(shell)
+    completion.install_callback(ctx, param, shell)
+
+
+def _show_completion(ctx: typer.Context, param: typer.CallbackParam, shell: str | None) -> None:
+    _check_shell(shell)
+    completion.show_callback(ctx, param, shell)
+
+
+def _check_shell(shell: str | None) -> None:
+    if shell is not None and shell not in SHELLS.replace(" or ", ", ").split(", "):
+        raise UsageError(f"there is no completion for `{shell}`", f"name {SHELLS}")
 
 
 def _version(package: str) -> str:
@@ -173,7 +194,7 @@ OutputFile = Annotated[
     _batch("Write the answers there, not to stdout.", "--output", "-o", metavar="FILE"),
 ]
 PlainLines = Annotated[bool, _batch("Every line is a prompt, not JSON.", "--lines")]
-Group = Annotated[bool, _batch("Answer prompts that begin alike one after the other.", "--group")]
+Grouped = Annotated[bool, _batch("Answer prompts that begin alike one after the other.", "--group")]
 Resume = Annotated[
     bool, _batch("Go on with --output: keep what is good, make the rest.", "--resume")
 ]
@@ -189,12 +210,30 @@ def main(
         bool,
         typer.Option("--version", help="Print versions.", is_eager=True, callback=_print_versions),
     ] = False,
+    install_completion: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Install completion for a shell: {SHELLS}.",
+            is_eager=True,
+            metavar="SHELL",
+            callback=_install_completion,
+        ),
+    ] = None,
+    show_completion: Annotated[
+        str | None,
+        typer.Option(
+            help="Print what that installs.",
+            is_eager=True,
+            metavar="SHELL",
+            callback=_show_completion,
+        ),
+    ] = None,
 ) -> None:
     """Speculative generation with cheap rewind on MLX."""
     gc.set_threshold(COLLECT_AFTER)
 
 
-@app.command()
+@app.command(cls=Command)
 @with_settings()
 def generate(
     run: Run,
@@ -213,7 +252,7 @@ def generate(
     batch: BatchFile = None,
     output: OutputFile = None,
     lines: PlainLines = False,
-    group: Group = False,
+    group: Grouped = False,
     resume: Resume = False,
     force: Force = False,
     fail_fast: FailFast = False,
@@ -223,6 +262,8 @@ def generate(
                     fail_fast=fail_fast)  # fmt: skip
     if batch is not None:
         refuse_both(batch=True, prompt=bool(prompt or prompt_option), file=bool(file))
+        refuse_both(batch=True, json=as_json)
+        refuse_both(batch=True, no_stream=no_stream)
         raise typer.Exit(_run_batch(run, batch, **switches))
     for name in (name for name, value in switches.items() if value):
         raise UsageError(f"`{long_flag(name)}` needs `--batch`", "name the file with the prompts")
@@ -248,6 +289,13 @@ def _run_batch(run: Run, source: str, output: str | None, lines: bool, **switche
     return task.run(request, run.settings)
 
 
+def scenario_names() -> list[str]:
+    """What rewind-bench measures, for the shell's completion."""
+    from ds4cli.bench.scenarios import SCENARIOS
+
+    return list(SCENARIOS)
+
+
 def session_names() -> list[str]:
     """Kept chats, for the shell's completion."""
     from ds4cli.chat import shelf
@@ -255,7 +303,7 @@ def session_names() -> list[str]:
     return shelf.names()
 
 
-@app.command()
+@app.command(cls=Command)
 @with_settings("raw")
 def chat(
     run: Run,
@@ -294,6 +342,7 @@ def chat(
     from ds4cli import generate
     from ds4cli.chat import request as asked
 
+    refuse_both(no_save=no_save, with_cache=with_cache)
     tools = generate.read_tools(run.settings.tools)
     request = asked.ChatRequest(
         resume=resume,
@@ -322,7 +371,11 @@ MEASURED = (
 
 
 Scenarios = Annotated[
-    list[str] | None, typer.Argument(help="What to measure; everything if nothing is named.")
+    list[str] | None,
+    typer.Argument(
+        help="What to measure; everything if nothing is named.",
+        autocompletion=lambda: scenario_names(),
+    ),
 ]
 Check = Annotated[
     bool, typer.Option("--check", help="Prove that going back changes nothing, and exit.")
@@ -342,7 +395,7 @@ Tolerance = Annotated[float, typer.Option(help="Share that --compare forgives.")
 Plot = Annotated[Path | None, typer.Option(help="Draw it, as .svg or .png.")]
 
 
-@app.command("rewind-bench")
+@app.command("rewind-bench", cls=Command)
 @with_settings(*(name for name in OPTIONS if name not in MEASURED))
 def rewind_bench(
     run: Run,

@@ -49,7 +49,9 @@ def _keyword(name: str, annotation: Any, default: Any = None) -> inspect.Paramet
 
 
 _CONFIG = typer.Option(help="Settings file, instead of ./ds4cli.toml.", metavar="FILE")
-_PROFILE = typer.Option(help="Use \\[profiles.NAME] of the file.", metavar="NAME")
+_PROFILE = typer.Option(
+    help="Use \\[profiles.NAME] of the file.", metavar="NAME", autocompletion=lambda: profiles()
+)
 SHARED = (
     _keyword("config", Annotated[Path | None, _CONFIG]),
     _switch("Read no settings file.", "--no-config"),
@@ -98,6 +100,7 @@ def _run(
         terminal.write(settings.to_toml(resolved.settings, resolved.origins))
         return None
     refuse_both(quiet=quiet, verbose=verbose)
+    refuse_both(quiet=quiet, stats=bool(given.get("stats")))
     if config is None and not quiet:
         _say_what_is_trusted_here(resolved)
     return Run(resolved, quiet, verbose or debug)
@@ -112,10 +115,12 @@ def _say_what_is_trusted_here(resolved: Resolved) -> None:
 
 
 def _parameter(name: str, option: Option) -> inspect.Parameter:
-    default = default_words(name)
+    default, choices = default_words(name), ", ".join(option.choices)
     info = typer.Option(
         *flags(name, option),
-        help=option.help + (f" [dim]\\[{default}][/dim]" if default else ""),
+        help=option.help
+        + (f" One of {choices}." if choices else "")
+        + (f" [dim]\\[{default}][/dim]" if default else ""),
         metavar=option.metavar,
         rich_help_panel=option.panel,
         show_default=False,
@@ -166,6 +171,15 @@ def _flag_value(name: str, value: Any) -> Any:
     if isinstance(value, str):
         return settings.parse_text(name, value, long_flag(name))
     return settings.check(name, value, long_flag(name))
+
+
+def profiles() -> list[str]:
+    """The profiles of the settings file that is found here, for the shell's completion."""
+    path = settings.find_config()
+    try:
+        return list(settings.read_config(path).profiles) if path else []
+    except UsageError:
+        return []
 
 
 def refuse_both(**switches: bool) -> None:

@@ -51,7 +51,7 @@ class Option:
     def metavar(self) -> str:
         """What stands for the value in `--help`."""
         if self.choices:
-            return "|".join(self.choices)
+            return "NAME"
         words = {str: "TEXT", int: "INT", float: "NUMBER", list: "TEXT", dict: "ID=VALUE"}
         return words.get(self.kind, "")
 
@@ -380,15 +380,39 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"cannot read config file `{path}`: {reason}") from None
     except tomli.TOMLDecodeError as error:
         message = f"config file `{path}` is not valid TOML: line {error.lineno}: {error.msg}"
-        raise UsageError(message, 'texts need quotes: `temp = 0.7`, `model = "NAME"`') from None
+        raise UsageError(message, _toml_hint(error)) from None
     except UnicodeDecodeError:
         raise UsageError(f"config file `{path}` is not UTF-8 text") from None
+
+
+def _toml_hint(error: tomli.TOMLDecodeError) -> str:
+    """What the line at fault lacks."""
+    line = error.doc.splitlines()[error.lineno - 1] if error.doc.strip() else ""
+    key, equals, value = (part.strip() for part in line.partition("="))
+    if line.lstrip().startswith("["):
+        return "a table is written `[profiles.NAME]`"
+    if not equals:
+        return "a setting is written `name = value`"
+    if not value:
+        return f"`{key}` has no value: leave the line out, or write one"
+    return 'texts need quotes, as in `model = "NAME"`; numbers, true and false have none'
+
+
+def _unknown_key_hint(key: str, value: Any) -> str | None:
+    """The setting that was meant, by its own name or by one of its flags."""
+    if isinstance(value, dict):
+        return "settings stand at the top of the file, or under `[profiles.NAME]`"
+    spelled = {
+        flag.lstrip("-").replace("-", "_"): name for name in OPTIONS for flag in OPTIONS[name].flags
+    }
+    close = get_close_matches(key.replace("-", "_"), [*OPTIONS, *spelled], n=1)
+    return f"did you mean `{spelled.get(close[0], close[0])}`?" if close else None
 
 
 def _check_table(table: dict[str, Any], where: str) -> dict[str, Any]:
     for key in table:
         if key not in OPTIONS:
-            raise UsageError(f"unknown key `{key}` in {where}", nearest(key, OPTIONS))
+            raise UsageError(f"unknown key `{key}` in {where}", _unknown_key_hint(key, table[key]))
     return {key: _check_in(where, key, value) for key, value in table.items()}
 
 

@@ -433,6 +433,8 @@ def test_an_interrupted_run_says_how_to_go_on(shared, folders, monkeypatch):
     assert command(*args, "--resume").exit_code == 0
     command("--batch", source, "-o", "whole", "-m", folders["llama"], "-n", 3)
     assert Path("out").read_bytes() == Path("whole").read_bytes()
+    monkeypatch.setattr(batch.generate, "load_engine", None)
+    assert "nothing to do: 5 of 5 are done already" in command(*args, "--resume").stderr
 
 
 # --- real processes -----------------------------------------------------------------------------

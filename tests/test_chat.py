@@ -1000,6 +1000,23 @@ def test_save_renames_a_chat_without_a_name(engine):
     assert len(journal.read(shelf.path_of("copy")).transcript.line.turns) == 6
 
 
+def test_save_renames_a_chat_that_was_taken_up_again(engine):
+    """Guards: /save after `-c` leaving the chat under its time as well, and its state there."""
+    talk.chat(engine, "one", with_cache=True, name="2026-01-02-030405").end()
+    chat = talk.chat(engine, "two", "/save mine", resume=True)
+    chat.end()
+    assert shelf.names() == ["mine"]
+    assert [path.stem for path in shelf.private_folder("sessions").glob("*.safetensors")] == [
+        "mine"
+    ]
+
+
+def test_turns_show_calls(calling, capsys):
+    """Guards: a reply that is nothing but a call standing there empty."""
+    calling.take("/turns")
+    assert 'clock {"a": 1}' in capsys.readouterr().err
+
+
 def test_load_leaves_the_present_chat_in_its_file(engine):
     """Guards: /load overwriting either chat."""
     talk.chat(engine, "one", name="a").end()

@@ -9,6 +9,8 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -251,7 +253,7 @@ def test_a_pipe_gets_the_reply_and_one_newline():
 def test_quiet_prints_the_reply_only():
     """Guards: `-q` leaks notices or stats."""
     FakeEngine.pieces = ("<think>why</think>", "so")
-    result = run("hi", "-q", "--stats")
+    result = run("hi", "-q")
     assert (result.stdout, result.stderr) == ("so\n", "")
 
 
@@ -495,10 +497,62 @@ def test_version_names_the_three_packages():
     assert [part.split()[0] for part in result.stdout.split(", ")] == ["ds4cli", "mlx", "mlx-lm"]
 
 
+@pytest.mark.parametrize(
+    ("args", "pair"),
+    [
+        (["generate", "--batch", "in", "--json"], "`--batch` and `--json`"),
+        (["generate", "--batch", "in", "--no-stream"], "`--batch` and `--no-stream`"),
+        (["generate", "-q", "--stats", "hi"], "`--quiet` and `--stats`"),
+        (["chat", "--no-save", "--with-cache"], "`--no-save` and `--with-cache`"),
+    ],
+)
+def test_flags_that_exclude_each_other(args, pair):
+    """Guards: one of two flags silently without effect."""
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 2 and pair in result.stderr and not FakeEngine.loaded
+
+
+def test_empty_input_loads_nothing():
+    """Guards: a model loaded for a chat without a message."""
+    result = subprocess.run(
+        [sys.executable, "-m", "ds4cli", "chat", "-m", "no/such-model"],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.returncode == 2 and "standard input is empty" in result.stderr
+
+
+def test_completion_is_for_the_shell_that_was_named():
+    """Guards: another shell's completion than the one asked for, or none for scenarios."""
+    shown = CliRunner().invoke(app, ["--show-completion", "fish"])
+    assert shown.exit_code == 0 and "complete --command" in shown.stdout
+    wrong = CliRunner().invoke(app, ["--show-completion", "tcsh"])
+    assert wrong.exit_code == 2 and "`tcsh`" in wrong.stderr
+    variables = {
+        **os.environ, "_DS4CLI_COMPLETE": "complete_bash", "COMP_WORDS": "ds4cli rewind-bench me",
+        "COMP_CWORD": "2",
+    }  # fmt: skip
+    code = "import sys; sys.argv = ['ds4cli']; from ds4cli.cli import app; app()"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert "memory" in found.stdout.split()
+
+
 def test_an_unknown_command_names_the_nearest():
     """Guards: a typo prints a page of help instead of a line."""
     result = CliRunner().invoke(app, ["generat"])
     assert result.exit_code == 2 and "generate" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "rewind-bench"])
+def test_help_is_readable_at_80_columns(command):
+    """Guards: `<bool>` behind every switch; names of options or choices broken in two or cut."""
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).stdout
+    assert "<" not in shown and "…" not in shown
+    words = set(shown.replace("│", " ").split())
+    names = ["--dtype", "stored.", "rewind-bench" if command == "rewind-bench" else "--top-p"]
+    assert {*names[:2]} <= words
+    assert not any(len(word) > 30 for word in words if not set(word) & set("─╭╰"))
 
 
 def test_help_lists_every_setting():

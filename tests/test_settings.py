@@ -158,3 +158,30 @@ def test_settings_import_without_mlx():
 def test_every_field_has_an_option():
     """Guards: a setting that no flag, file or variable can reach."""
     assert [field.name for field in fields(Settings)] == list(OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("temprature = 1", "did you mean `temp`?"),
+        ("max-tokens = 1", "did you mean `max_tokens`?"),
+        (
+            "[generate]\ntemp = 1",
+            "settings stand at the top of the file, or under `[profiles.NAME]`",
+        ),
+        ("temp =", "`temp` has no value: leave the line out, or write one"),
+        ("temp", "a setting is written `name = value`"),
+        ("[profiles.x", "a table is written `[profiles.NAME]`"),
+        (
+            "model = qwen",
+            'texts need quotes, as in `model = "NAME"`; numbers, true and false have none',
+        ),
+    ],
+)
+def test_hints_for_a_settings_file_fit(tmp_path, text, hint):
+    """Guards: advice about quotes for a line that has no value; no advice for another spelling."""
+    path = tmp_path / "ds4cli.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        read_config(path)
+    assert caught.value.hint.startswith(hint)

@@ -11,6 +11,7 @@ progress.py  how far it is
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from ds4cli import generate, signals, terminal
 from ds4cli.batch import replies
 from ds4cli.batch.lines import Lines, file_id, open_lines, take_block
 from ds4cli.batch.progress import BatchProgress
-from ds4cli.batch.requests import Item, Names, Warnings, is_blank, parse
+from ds4cli.batch.requests import Item, Names, Warnings, is_blank, name_key, parse
 from ds4cli.batch.results import Results, open_results
 from ds4cli.batch.runner import Planner, Runner, model_fingerprint
 from ds4cli.errors import Interrupted, UsageError
@@ -60,20 +61,25 @@ def run(request: BatchRequest, settings: Settings) -> int:
         source = file_id(0 if request.source == "-" else request.source)
         results = open_results(request.output, request.resume, request.force, source)
         files.enter_context(closing(results))
-        total = _look_through(lines, request.plain, results)
+        items = _look_through(lines, request.plain, results)
         results.begin(replies.made_with(settings, tools))
-        if total == 0:
+        if items is not None and results.are_all(items):
+            words = f"nothing to do: {len(items):,} of {len(items):,} are done already"
+            _say(request, words if items else "nothing to do: there is no prompt in the input")
             return 0
         engine = generate.load_engine(
             settings, tools=tools, quiet=request.quiet, verbose=request.verbose
         )
         results.check_model(model_fingerprint(engine))
-        return _answer(request, engine, tools, lines, results, total)
+        return _answer(
+            request, engine, tools, lines, results, None if items is None else len(items)
+        )
 
 
-def _look_through(lines: Lines, plain: bool, results: Results) -> int | None:
-    """Check the names of all lines, or of what has arrived from a pipe; count them."""
-    names, total = Names(), 0
+def _look_through(lines: Lines, plain: bool, results: Results) -> Sequence[int] | None:
+    """Check the names of all lines, or of what has arrived from a pipe; returns their keys, None
+    where more may come."""
+    names, keys = Names(), array("Q")
     for number, raw in lines.preview():
         if is_blank(raw):
             continue
@@ -84,8 +90,8 @@ def _look_through(lines: Lines, plain: bool, results: Results) -> int | None:
                 "every line needs its own",
             )
         results.check(item)
-        total += 1
-    return None if lines.is_pipe else total
+        keys.append(name_key(item.custom_id))
+    return None if lines.is_pipe else keys
 
 
 def _answer(

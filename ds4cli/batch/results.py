@@ -17,7 +17,7 @@ import stat
 import sys
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -48,6 +48,10 @@ class StreamResults:
 
     def begin(self, settings: dict[str, Any]) -> None:
         """Nothing to prepare."""
+
+    def are_all(self, keys: Sequence[int]) -> bool:
+        """Whether there is nothing to make."""
+        return not keys
 
     def check_model(self, fingerprint: str) -> None:
         """There are no earlier results."""
@@ -130,6 +134,10 @@ class FileResults:
         else:
             self._out.cut(0)
             self._later.remove()
+
+    def are_all(self, keys: Sequence[int]) -> bool:
+        """Whether the file holds the results of just these names, all of them good, in order."""
+        return self._earlier.are_all(keys)
 
     def check_model(self, fingerprint: str) -> None:
         """UsageError if earlier results were made with another model."""
@@ -245,6 +253,9 @@ class _Earlier:
     def answers_another(self, item: Item) -> bool:
         known = self._requests.get(name_key(item.custom_id))
         return known is not None and known != name_key(request_id(item))
+
+    def are_all(self, keys: Sequence[int]) -> bool:
+        return list(self._order) == list(keys) and all(p >= 0 for p in self.places.values())
 
     def is_next(self, key: int) -> bool:
         """Whether the output goes on with this result; it then stays where it is."""

@@ -333,14 +333,19 @@ def turns(chat: Chat, argument: str) -> None:
     line = chat.line
     if argument:
         number = _number(argument, 0)
-        text = (line.system or "") if number == 0 else line.turn(number).content
-        return terminal.show(text)
+        return terminal.show((line.system or "") if number == 0 else _said(line.turn(number)))
     table = _table("turn", "role", "tokens", "", "text")
     table.add_row("0", "system", _span(line, 0), "", _excerpt(line.system or ""))
     for number, turn in enumerate(line.turns, 1):
         reason = turn.finish_reason if turn.is_cut else ""
-        table.add_row(str(number), turn.role, _span(line, number), reason, _excerpt(turn.content))
+        table.add_row(str(number), turn.role, _span(line, number), reason, _excerpt(_said(turn)))
     terminal.err.print(table)
+
+
+def _said(turn: Turn) -> str:
+    """A turn's text, and the calls that a reply ended with."""
+    calls = [call["function"] for call in turn.calls if turn.is_reply]
+    return " ".join([turn.content, *(f"{c['name']} {c['arguments']}" for c in calls)]).strip()
 
 
 def _span(line: Line, number: int) -> str:
@@ -465,8 +470,10 @@ def save(chat: Chat, argument: str) -> None:
         if shelf.path_of(argument).exists():
             raise UsageError(f"there is a session `{argument}` already", "choose another name")
         chat.keep_as(argument, is_named=True)
-        if old_path is not None and not was_named:
-            old_path.unlink(missing_ok=True)  # it had no name of its own: this is a renaming
+        if old_path is not None and not was_named:  # it had no name of its own: a renaming
+            old_path.unlink(missing_ok=True)
+            if shelf.cache_of(old_path).exists():
+                shelf.cache_of(old_path).replace(shelf.cache_of(shelf.path_of(argument)))
     if chat.name is None:
         raise UsageError("this chat is not kept", "give it a name: /save NAME")
     path = shelf.path_of(chat.name)

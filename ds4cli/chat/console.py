@@ -259,7 +259,7 @@ class Chat:
             raise UsageError(f"there is no session `{name}`", "see /sessions")
         for notice in self.conversation.resume(path):
             self.note(notice)
-        self.name, self.is_named = name, True
+        self.name, self.is_named = name, not shelf.is_stamp(name)
         cache = shelf.cache_of(path)
         if cache.exists() and (reason := self.conversation.load_state(cache)):
             self.note(reason)

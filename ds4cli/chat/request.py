@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import select
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from ds4cli.chat import journal, shelf
 from ds4cli.errors import UsageError
@@ -53,6 +54,10 @@ def settings_for(request: ChatRequest, settings: Settings, model_given: bool) ->
     """
     if sys.stdin is None:
         raise UsageError("cannot read standard input: it is closed")
+    if not sys.stdin.isatty() and _is_at_end(sys.stdin):
+        raise UsageError(
+            "standard input is empty", "give one message a line, or all as one with `--single`"
+        )
     path = request.stored()
     if request.save and sys.stdin.isatty():
         shelf.private_folder("sessions")
@@ -60,6 +65,15 @@ def settings_for(request: ChatRequest, settings: Settings, model_given: bool) ->
         return settings
     model = journal.read(path).header.get("model")
     return replace(settings, model=model) if isinstance(model, str) else settings
+
+
+def _is_at_end(stream: TextIO) -> bool:
+    """Whether there is nothing in a pipe or file, and never will be. Waits for nothing."""
+    try:
+        ready, _, _ = select.select([stream], [], [], 0)
+        return bool(ready) and not stream.buffer.peek(1)
+    except (OSError, ValueError):  # not a file that can be asked
+        return False
 
 
 def unasked(names: Sequence[str], tools: Sequence[Tool]) -> tuple[str, ...]:

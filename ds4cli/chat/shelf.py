@@ -13,6 +13,7 @@ from ds4cli.chat import journal
 from ds4cli.errors import DS4Error, UsageError
 
 CACHE_SUFFIX = ".safetensors"
+_STAMP = re.compile(r"\d{4}-\d\d-\d\d-\d{6}(-\d+)?")
 _NAME = re.compile(r"[\w][\w.+-]{0,99}")
 
 
@@ -39,6 +40,11 @@ def path_of(name: str) -> Path:
 def cache_of(path: Path) -> Path:
     """Where the model's state of a session lies, if it is kept."""
     return path.with_suffix(CACHE_SUFFIX)
+
+
+def is_stamp(name: str) -> bool:
+    """Whether it is a name that a session got because it had none."""
+    return _STAMP.fullmatch(name) is not None
 
 
 def new_name() -> str:
