@@ -427,3 +427,32 @@ def rewind_bench(
     chosen = bench.settings_for(run.settings)
     engine = generate.load_engine(chosen, quiet=run.quiet, verbose=run.verbose)
     raise typer.Exit(bench.run(engine, request))
+
+
+MORE = "Looking around"
+
+
+@app.command(cls=Command, rich_help_panel=MORE)
+def models(
+    remove: Annotated[
+        str | None, typer.Option(help="Delete this one from the cache.", metavar="NAME")
+    ] = None,
+) -> None:
+    """List the models on this machine: type, size, layers, tool calls, heads that fit."""
+    from ds4cli import inventory
+
+    raise typer.Exit(inventory.run(remove))
+
+
+@app.command(cls=Command, rich_help_panel=MORE)
+@with_settings(*(name for name in OPTIONS if name not in ("model", "offline", "dtype")))
+def doctor(
+    run: Run,
+    reset_costs: Annotated[
+        bool, typer.Option("--reset-costs", help="Forget what calls cost here, and exit.")
+    ] = False,
+) -> None:
+    """Say what this machine gives: backend, BLAS, prices, versions, a tiny proof, what is slow."""
+    from ds4cli import doctor as task
+
+    raise typer.Exit(task.run(run.settings, reset_costs))

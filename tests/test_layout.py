@@ -25,8 +25,8 @@ LAYERS = (
     ("drafters",),
     ("engine",),
     ("options",),
-    ("generate", "chat", "bench"),
-    ("batch",),
+    ("generate", "chat", "bench", "inventory"),
+    ("batch", "doctor"),
     ("cli",),
     ("__main__",),
 )
