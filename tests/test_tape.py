@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 import threading
 from itertools import chain
@@ -91,6 +92,19 @@ def error(got, want):
 def armed(request):
     model = tiny.build(request.param, scale=1.5)
     return model, Recorder.arm(model)
+
+
+def test_what_is_recorded_comes_with_the_logits(armed):
+    """Recorded rows that nobody evaluates keep the graph of their step, and of all before, alive;
+    evaluating them would be an output, and often a copy, per layer and token."""
+    model, recorder = armed
+    caches = fresh(model, PROMPT)
+    with recorder.recording(arrays_caches(caches)) as tape:
+        logits = model(NEXT[None][:, :1], cache=caches)
+    mx.eval(logits)
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *tape.arrays())
+    assert graph.getvalue().count("shape=rectangle") <= len(tape.arrays())  # views
 
 
 def test_replay_equals_a_model_call_of_the_kept_rows(armed):

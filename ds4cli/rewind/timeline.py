@@ -259,10 +259,9 @@ class Timeline:
         """
         now = self._now
         block = now.open[-1]
-        tape = block.tape.pending() if block.tape is not None else []
         run = mx.eval if wait else mx.async_eval
         try:
-            run(*arrays, block.logits, tape, block.hidden, now.layers.live())
+            run(*arrays, block.logits, block.hidden, now.layers.live())
         except BaseException:
             self.abort()
             raise

@@ -7,7 +7,7 @@ from the state before gives the state after n tokens without a model call.
     recorder = Recorder.arm(model)
     with recorder.recording(caches) as tape:
         logits = model(tokens, cache=...)
-    mx.eval(logits, tape.pending())
+    mx.eval(logits)
     slots = tape.replay(starts, rows)
 
 `families/` has one file per recurrence; a new one is added there and nowhere else.

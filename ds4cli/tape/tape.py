@@ -15,7 +15,10 @@ Layers = Sequence[Sequence[Sequence[Track]]]
 
 class Tape:
     """Rows of consecutive model calls: layers[i][j] are the consecutive tracks of slot j of cache
-    i, most often one a call. They are joined when they are replayed."""
+    i, most often one a call. They are joined when they are replayed.
+
+    What is recorded are arrays that the call computes on the way to its logits, or views of them:
+    nothing has to be evaluated for it."""
 
     def __init__(self, layers: Layers = ()):
         self._layers = layers
@@ -42,18 +45,6 @@ class Tape:
     def arrays(self) -> list[mx.array]:
         """All arrays of the tape."""
         return [x for t in self._tracks() for x in t.data]
-
-    def pending(self) -> list[mx.array]:
-        """What must be evaluated with the step, so as not to keep more alive than its rows; the
-        rest is evaluated by the step anyway, and fewer outputs are less work."""
-        return [
-            x
-            for slots in self._layers
-            for tracks in slots
-            for t in tracks
-            if not (t.comes_with_step or t.lead)
-            for x in t.data
-        ]
 
     @property
     def nbytes(self) -> int:

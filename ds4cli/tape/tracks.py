@@ -32,13 +32,11 @@ def spans(lengths: Iterable[int], start: int, stop: int) -> Iterator[tuple[int, 
 class Track:
     """Rows of one slot. data: arrays (1, rows, ...), one per input of the recurrence.
 
-    comes_with_step: the model call computes `data` itself, on the way to its own outputs.
     has_stops: a long call can leave what the slot was in the middle of it, see `stops`.
     recomputes: a replay runs projections of the model again, as precise as the type of its rows.
     """
 
     data: tuple[mx.array, ...]
-    comes_with_step: ClassVar[bool] = False
     has_stops: ClassVar[bool] = False
     recomputes: ClassVar[bool] = False
     lead = 0  # see `Tail`

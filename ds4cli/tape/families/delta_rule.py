@@ -34,7 +34,7 @@ class DeltaRows(Track):
 
     states: tuple[tuple[int, mx.array], ...] = ()
 
-    comes_with_step = has_stops = True
+    has_stops = True
 
     def stops(self):
         return [rows for rows, _ in self.states]

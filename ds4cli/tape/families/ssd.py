@@ -34,7 +34,6 @@ class SsdRows(Track):
     A_log: mx.array
     dt_bias: mx.array
     time_step_limit: tuple[float, float]
-    comes_with_step = True
 
     def key(self, start):
         x, B, _ = self.data
