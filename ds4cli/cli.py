@@ -46,6 +46,7 @@ class App(Group):
         extra["standalone_mode"] = False
         _fill_closed_streams()
         completion.completion_init()
+        _forget_missing_folders()
         with signals.Program():
             try:
                 code = super().main(words, *rest, **extra)
@@ -69,6 +70,14 @@ def _fill_closed_streams() -> None:
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def _forget_missing_folders() -> None:
+    """Temporary files go to the system's folder where the user's own is missing; MLX would fail."""
+    for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"):
+        if name in os.environ and not os.path.isdir(os.environ[name]):
+            terminal.note(f"{name} `{os.environ[name]}` is no folder: it is ignored")
+            del os.environ[name]
 
 
 def explain(error: Exception) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -129,7 +130,7 @@ def _read_stdin(stdin: TextIO | None) -> str:
 
 def _read_file(name: str) -> str:
     try:
-        data = Path(name).expanduser().read_bytes()
+        data = Path(os.path.expanduser(name)).read_bytes()
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot read `{name}`: {_reason(error)}", "name a text file") from None
     return _decode(data, f"`{name}`")
@@ -235,6 +236,7 @@ def prompt_tokens(
     vocabulary: Vocabulary, settings: Settings, request: GenerateRequest
 ) -> list[int]:
     """The token ids to read: through the chat template, or as they are with `raw`."""
+    vocabulary.check_length(request.prompt)
     if settings.raw:
         tokens = vocabulary.encode(request.prompt)
     else:

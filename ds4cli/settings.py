@@ -341,22 +341,31 @@ HERE = Path("ds4cli.toml")
 
 def find_config(environ: Mapping[str, str] | None = None) -> Path | None:
     """`./ds4cli.toml`, else `$XDG_CONFIG_HOME/ds4cli/config.toml` (`~/.config` on macOS too)."""
-    environ = os.environ if environ is None else environ
-    home = environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    places = HERE, Path(home) / "ds4cli" / "config.toml"
-    return next((place for place in places if place.is_file()), None)
+    folder = _folder(environ, "XDG_CONFIG_HOME", ".config")
+    places = [HERE] if folder is None else [HERE, folder / "config.toml"]
+    return next((place for place in places if os.path.isfile(place)), None)
 
 
 def state_folder(environ: Mapping[str, str] | None = None) -> Path:
     """Where history and sessions lie: `$XDG_STATE_HOME/ds4cli` (`~/.local/state` on macOS too)."""
-    environ = os.environ if environ is None else environ
-    return Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "ds4cli"
+    folder = _folder(environ, "XDG_STATE_HOME", ".local", "state")
+    if folder is None:
+        raise UsageError("there is no home folder to keep chats in", "set XDG_STATE_HOME or HOME")
+    return folder
 
 
-def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
+def cache_folder(environ: Mapping[str, str] | None = None) -> Path | None:
     """What can be made again: `$XDG_CACHE_HOME/ds4cli` (`~/.cache` on macOS too)."""
-    environ = os.environ if environ is None else environ
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ds4cli"
+    return _folder(environ, "XDG_CACHE_HOME", ".cache")
+
+
+def _folder(environ: Mapping[str, str] | None, variable: str, *below: str) -> Path | None:
+    """Our part of one of the user's folders; None for a user who has no home."""
+    given = (os.environ if environ is None else environ).get(variable)
+    home = os.path.expanduser("~")  # itself where neither HOME nor the system knows one
+    if given or home != "~":
+        return Path(given or os.path.join(home, *below)) / "ds4cli"
+    return None
 
 
 def read_config(path: Path) -> ConfigFile:

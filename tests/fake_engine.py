@@ -33,6 +33,7 @@ class FakeEngine:
         return engine
 
     def check_context(self, tokens: int) -> None: ...
+    def check_length(self, text: str) -> None: ...
 
     def render(self, messages: list[dict], tools: Any = None, think: Any = None) -> list[int]:
         type(self).last_render = {"messages": messages, "tools": tools, "think": think}

@@ -280,6 +280,19 @@ def test_a_block_of_bad_lines_is_answered_with_errors(shared, folders, lines, gr
     assert len(read_jsonl("bad")) == len(lines)
 
 
+def test_an_endless_line_is_refused_by_its_length(shared, folders, monkeypatch):
+    """Guards: a line of 20 MB takes 3 GB, only to be told that it has too many tokens."""
+    encode, lengths = Shared.encode, []
+    monkeypatch.setattr(
+        Shared, "encode", lambda self, text: lengths.append(len(text)) or encode(self, text)
+    )
+    lines = [{"prompt": "b" * 2_000_000}, {"messages": [{"role": "user", "content": "b" * 10**6}]}]
+    assert run(write_jsonl("in", [*lines, {"prompt": "a"}]), "out", folders["llama"]) == 1
+    errors = [r["error"] and r["error"]["message"] for r in read_jsonl("out")]
+    assert "`2000000` characters" in errors[0] and "`1000000`" in errors[1] and errors[2] is None
+    assert max(lengths, default=0) < 1000
+
+
 def test_a_prompt_that_fails_in_any_way_costs_one_line(shared, folders, monkeypatch):
     """Guards: what a tokenizer or template raises while lines are planned ends the batch."""
     encode = Shared.encode
@@ -355,6 +368,9 @@ BAD_USE = [
     (["--batch", "in", "-o", "hard", "--force"], "`hard` is the input"),
     (["--batch", "o.waiting", "-o", "o", "--force"], "`o.waiting` is the input"),
     (["--batch", "in", "-o", "no/out"], "cannot write `no/out`"),
+    (["--batch", "in", "-o", "x" * 250], "file name too long"),
+    (["--batch", "in", "-o", "a\0b"], "embedded null"),
+    (["--batch", "in", "-o", "in/out"], "not a directory"),
     (["--batch", "in", "-o", "old"], "`old` has results already"),
     (["--batch", "twice"], "line 3: `custom_id` `a` is taken"),
     (["--batch", "-"], "line 2: `custom_id` `a` is taken"),

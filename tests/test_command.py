@@ -215,6 +215,15 @@ def test_ctrl_c_stops_prints_and_exits_130(model_folder):
     assert first + out and (first + out).endswith(b"\n")
 
 
+def test_a_temporary_folder_that_is_missing(model_folder, monkeypatch):
+    """Guards: TMPDIR of another machine, and MLX cannot compile anything."""
+    monkeypatch.setenv("TMPDIR", "/no/such/folder")
+    process = start(model_folder, "-n", "2", stdout=subprocess.PIPE)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "TMPDIR `/no/such/folder` is no folder" in err.decode()
+
+
 def test_a_reader_that_leaves(model_folder):
     """Guards: `ds4cli ... | head` prints a traceback, or goes on generating for nobody."""
     process = start(model_folder)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import tomli
 
+from ds4cli import settings
 from ds4cli.errors import UsageError
 from ds4cli.settings import OPTIONS, PANELS, Settings, find_config, read_config, resolve, to_toml
 
@@ -31,6 +32,15 @@ def test_layers_in_order(tmp_path):
     origins = [resolved.origins[name].split()[0] for name in names]
     assert origins == ["flag", "environment", "profile", "file", "default"]
     assert resolved.given("seed") and not resolved.given("temp")
+
+
+def test_a_user_without_a_home(monkeypatch):
+    """Guards: who has neither HOME nor a passwd entry cannot start, or gets a folder `~`."""
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert find_config({}) is None and settings.cache_folder({}) is None
+    with pytest.raises(UsageError, match="no home folder"):
+        settings.state_folder({})
+    assert settings.state_folder({"XDG_STATE_HOME": "/s"}) == Path("/s/ds4cli")
 
 
 def test_two_fields_never_share_a_flag():

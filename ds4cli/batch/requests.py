@@ -65,6 +65,12 @@ class Item:
     unknown: tuple[str, ...] = ()
     error: str = ""
 
+    @property
+    def texts(self) -> list[str]:
+        """What is to be read, without what a template adds."""
+        said = [message["content"] for message in self.messages]
+        return said if self.prompt is None else [self.prompt]
+
     def settings(self, base: Settings) -> Settings:
         """The settings that answer this item. Its seed comes from the run's seed and its name,
         so it does not depend on what else is answered, or when."""

@@ -410,6 +410,12 @@ def _reason(error: OSError) -> str:
 Results = StreamResults | FileResults
 
 
+def _refuse_name(path: Path) -> None:
+    """OSError or ValueError for what cannot be a file's name."""
+    with contextlib.suppress(FileNotFoundError):
+        os.lstat(path)
+
+
 def _refuse_source(source: FileId | None, written: int | Path, words: str) -> None:
     if source is not None and file_id(written) == source:
         raise UsageError(f"{words} is the input, and would be written", "give another `--output`")
@@ -430,9 +436,11 @@ def open_results(name: str, resume: bool, force: bool, source: FileId | None = N
     for written in (path, waiting_of(path)):
         _refuse_source(source, written, f"`{written}`")
     try:
+        _refuse_name(waiting_of(path))
         is_special = path.exists() and not stat.S_ISREG(path.stat().st_mode)
         if is_special and not path.is_dir():
             return StreamResults(open(path, "wb", buffering=0))
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot write `{name}`: {str(error).lower()}") from None
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot write `{name}`: {reason.lower()}") from None
     return FileResults(path, resume, force)

@@ -90,6 +90,8 @@ class Planner:
         if item.error:
             return Job(item, error=item.error)
         try:
+            for text in item.texts:
+                self.vocabulary.check_length(text)
             tokens = self._tokens(item)
             self.vocabulary.check_context(len(tokens))
         except DS4Error as error:

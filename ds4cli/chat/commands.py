@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +103,7 @@ def complete(chat: Chat, text: str) -> tuple[list[str], int]:
 def _paths(chat: Chat, argument: str) -> list[str]:
     folder, slash, _ = argument.rpartition("/")
     try:
-        children = sorted(Path(folder + slash or ".").expanduser().iterdir())
+        children = sorted(Path(os.path.expanduser(folder + slash or ".")).iterdir())
     except OSError:
         return []
     return [folder + slash + p.name + ("/" if p.is_dir() else "") for p in children]

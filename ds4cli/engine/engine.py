@@ -201,9 +201,10 @@ class Engine(Vocabulary):
     @cached_property
     def prices(self) -> PriceList:
         """What calls cost on this machine; the first session that it matters to measures it."""
-        if not self.fingerprint:
+        folder = cache_folder()
+        if not self.fingerprint or folder is None:
             return PriceList()
-        return PriceList.kept(cache_folder() / "call-costs", self._price_key())
+        return PriceList.kept(folder / "call-costs", self._price_key())
 
     def _price_key(self) -> dict[str, str]:
         """All that the cost of a call depends on, but for the load of the machine."""

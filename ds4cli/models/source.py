@@ -110,7 +110,7 @@ def _folder(name: str, offline: bool) -> Path:
                 "name one with `-m`: an mlx-lm folder or a hub id",
             )
         return BUILTIN
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         return path
     if path.exists():

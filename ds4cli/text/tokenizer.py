@@ -7,6 +7,9 @@ from typing import Any
 
 from ds4cli.errors import UsageError
 
+# More than tokens stand for in any text but one of endless spaces.
+CHARS_PER_TOKEN = 32
+
 
 class Vocabulary:
     """A model's tokenizer and context length; usable before any weights are read.
@@ -66,6 +69,17 @@ class Vocabulary:
         if tools:
             raise UsageError("this model has no chat template, so it cannot be given tools")
         return self.encode("\n\n".join(str(m.get("content", "")) for m in messages))
+
+    def check_length(self, text: str) -> None:
+        """UsageError for a text that no model of this context reads, before it becomes tokens: they
+        take many times its memory."""
+        limit = (self.context_tokens or len(text)) * CHARS_PER_TOKEN
+        if len(text) > limit:
+            raise UsageError(
+                f"the prompt has `{len(text)}` characters, this model reads at most "
+                f"`{self.context_tokens}` tokens",
+                "shorten it, or use a model with a longer context",
+            )
 
     def check_context(self, tokens: int) -> None:
         """UsageError if `tokens` do not fit the model's context."""
