@@ -204,8 +204,8 @@ def load_engine(
         engine = _engine_class().load(before_weights=check, **_fields(settings))
     if settings.model == "builtin" and not quiet:
         terminal.note(BUILTIN_NOTE)
-    if engine.refusal and not quiet:
-        terminal.note(engine.refusal)
+    for line in engine.warnings if not quiet else ():
+        terminal.note(line)
     if verbose:
         loaded = f"loaded {settings.model} in {time.perf_counter() - begin:.1f} s"
         notices = [loaded, *blas.notices(), *precision.notices(), *engine.notices]

@@ -21,6 +21,7 @@ class FakeEngine:
         self.settings = Settings(**settings)
         self.loaded.append(self.settings)
         self.notices = ["a notice"]
+        self.warnings = [self.refusal] if self.refusal else []
         self.capabilities = "a capability"
         self.tokenizer = SimpleNamespace(think_start="<think>", think_end="</think>")
         self.rendered: list[Any] = []

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from ds4cli import __version__
-from ds4cli.backend import blas
+from ds4cli.backend import blas, memory
 from ds4cli.caches import adapt, build_caches, check_kv_bits, check_kv_group
 from ds4cli.drafters import heads, registry
 from ds4cli.drafters.corpus import Corpus
@@ -39,6 +40,9 @@ from ds4cli.settings import Settings, cache_folder
 from ds4cli.tape import Recorder
 from ds4cli.tape.check import self_check
 from ds4cli.text.tokenizer import Vocabulary
+
+# Tokens of context whose cache rows are kept in memory with the weights.
+EXPECTED_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Engine(Vocabulary):
     """Loaded, shared, read-only. One engine serves any number of sessions.
 
     model: an mlx-lm model; tokenizer: mlx-lm's TokenizerWrapper (or alike); draft: a draft model;
-    head: a drafting head on this model.
+    head: a drafting head on this model. warnings: notices that everybody should see.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class Engine(Vocabulary):
         if settings.kv_bits is not None:
             check_kv_bits(model, settings.kv_bits, settings.kv_group_size)
         self.notices += Armed.of(model).notices
+        self.warnings = [self.refusal] if self.refusal else []
         rows = [embedding_rows(m) for m in (model, draft) if m is not None]
         self.id_limit = min((n for n in rows if n is not None), default=None)
 
@@ -184,7 +189,7 @@ class Engine(Vocabulary):
             draft, more = load_weights(draft_source, chosen.dtype)
             notices += more
         head, more = _load_head(head_source, weights, chosen)
-        return cls(
+        engine = cls(
             weights,
             tokenizer,
             chosen,
@@ -195,6 +200,20 @@ class Engine(Vocabulary):
             corpus=corpus,
             notices=notices + more,
         )
+        engine._wire()
+        return engine
+
+    def _wire(self) -> None:
+        """Where the system would page out what a session needs, keep that in memory."""
+        if not memory.on_metal():
+            return
+        head = None if self._head is None else self._head.module
+        parts = [part for part in (self.model, self._draft, head) if part is not None]
+        weights = sum(v.nbytes for part in parts for _, v in tree_flatten(part.parameters()))
+        tokens = min(self.context_tokens or EXPECTED_TOKENS, EXPECTED_TOKENS)
+        rows = (x.bytes_per_token for x in self.capabilities.layers if x.kind != "recurrent")
+        more = tokens * sum(rows) + (self.settings.rewind_mb << 20)
+        self.warnings += memory.WIRING.ask(self, weights, more)
 
     # -- what calls cost --------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from functools import cached_property
 
 import mlx.core as mx
 
+from ds4cli.backend.memory import page_bytes, taken_bytes
 from ds4cli.tape import Recorder, Tape, spans
 
 # As many as a base serves, so that one-row segments are merged once, when their run is complete.
@@ -69,7 +70,7 @@ class Segment:
     def nbytes(self) -> int:
         """Bytes of tape, logits and base."""
         tape = 0 if self.tape is None else self.tape.nbytes
-        return tape + sum(x.nbytes for x in self.logits) + slots_nbytes(self.base or [])
+        return tape + taken_bytes(self.logits) + slots_nbytes(self.base or [])
 
     def head(self, rows: int) -> Segment:
         """The first `rows` rows (views)."""
@@ -98,7 +99,7 @@ class Segment:
 
 def slots_nbytes(slots: list[list[mx.array | None]]) -> int:
     """Bytes of the recurrent slots of all layers."""
-    return sum(a.nbytes for layer in slots for a in layer if a is not None)
+    return taken_bytes(a for layer in slots for a in layer if a is not None)
 
 
 class Packing:
@@ -154,12 +155,33 @@ class Horizon:
         """Bytes of a base; 0 until a tape was made."""
         return 0 if self._recorder is None else self._recorder.state_bytes
 
+    def affordable_rows(self, logits_bytes: int) -> int:
+        """Rows that the budget and MAX_ARRAYS hold beside one base, were every call of one row.
+        logits_bytes: of one row."""
+        packed = max(1, logits_bytes + (0 if self._recorder is None else self._recorder.row_bytes))
+        loose = packed + self._page_bytes
+        budget = max(0, self.budget_bytes - self.base_bytes)
+        rows = min(self._linked_rows, budget // loose)
+        rows += (budget - rows * loose) // packed
+        arrays = max(0, MAX_ARRAYS - self._linked_rows * self._segment_arrays)
+        return min(rows, self._linked_rows + arrays // self._segment_arrays * MERGE_SEGMENTS)
+
     @property
-    def most_rows(self) -> int:
-        """Rows that MAX_ARRAYS allows, were every call of one row."""
-        linked = (LINKED_ROWS + 3 * MERGE_SEGMENTS) * self._segment_arrays
-        packed = max(0, MAX_ARRAYS - linked) // self._segment_arrays * MERGE_SEGMENTS
-        return LINKED_ROWS + packed
+    def _page_bytes(self) -> int:
+        """What the arrays of a one-row call take beyond their bytes, at most."""
+        page = page_bytes()
+        return 0 if page == 1 or self._recorder is None else page * self._recorder.row_arrays
+
+    @property
+    def _stay_linked(self) -> int:
+        """Newest rows that are not copied: many, but where a base serves so many that a replay
+        would spend its time on joining them, or where every array takes pages."""
+        return LINKED_ROWS if self.is_dense and page_bytes() == 1 else 0
+
+    @property
+    def _linked_rows(self) -> int:
+        """Rows with arrays of their own, at most: those, the newest, and the run being copied."""
+        return self._stay_linked + 3 * MERGE_SEGMENTS
 
     @property
     def _segment_arrays(self) -> int:
@@ -293,11 +315,9 @@ class Horizon:
             self._packing.starts.append(self.segments[first].start)
 
     def _pack(self) -> None:
-        """Copy runs where a base serves so many rows that a replay would spend its time on joining
-        them; others once they are old, so that not too many arrays stay alive."""
+        """Copy a part of a run that is old enough, so that not too many arrays stay alive."""
         if self._packing.starts:
-            linked = LINKED_ROWS if self.is_dense else 0
-            self._packing.advance(self.segments, self.end - linked)
+            self._packing.advance(self.segments, self.end - self._stay_linked)
 
     def _arrays(self) -> int:
         """About how many arrays are alive, or more."""
@@ -346,7 +366,7 @@ class Horizon:
             if excess <= 0:
                 return
             if s.logits:
-                excess -= sum(x.nbytes for x in s.logits)
+                excess -= taken_bytes(s.logits)
                 self.segments[i] = replace(s, logits=())
                 self.start_row = None
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ds4cli.backend.memory import taken_bytes
 from ds4cli.caches import LayerAdapter, adapt, nest
 from ds4cli.rewind.checkpoints import Checkpoint
 
@@ -106,7 +107,7 @@ class Layers:
         arrays = [x for a, state in pairs for x in a.checkpoint_arrays(state)]
         logits = None if row is None else mx.contiguous(row)
         mx.async_eval(arrays, [] if logits is None else logits)
-        nbytes = sum(x.nbytes for x in arrays) + (0 if logits is None else logits.nbytes)
+        nbytes = taken_bytes([*arrays, *([] if logits is None else [logits])])
         return Checkpoint(pos, kind, payload, nbytes, logits)
 
     def restore_checkpoint(self, checkpoint: Checkpoint) -> None:

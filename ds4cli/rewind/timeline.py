@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ds4cli.backend import memory
 from ds4cli.caches import LayerAdapter, build_caches
 from ds4cli.errors import StateError
 from ds4cli.hooks import last_row
@@ -302,6 +303,7 @@ class Timeline:
         except BaseException:
             self._back(now._replace(open=()), block.hold)
             raise
+        memory.clear_between(block.start, after.pos)
         return feed[:rows]
 
     def _after(self, now: Moment, block: _Block, tokens: list[int]) -> Moment:
@@ -632,9 +634,7 @@ class Timeline:
 
     def _affordable_rows(self) -> int:
         """Rows whose tape and logits the horizon's budget holds, beside one base."""
-        cost = self.tape_bytes_per_token + self._logits_row_bytes
-        affordable = (self.horizon.budget_bytes - self.horizon.base_bytes) // max(1, cost)
-        return max(0, min(affordable, self.horizon.most_rows))
+        return self.horizon.affordable_rows(self._logits_row_bytes)
 
     def _call_sizes(self, n: int) -> list[int]:
         return call_sizes(n, self.limits.chunk_tokens, self._last_call_tokens())

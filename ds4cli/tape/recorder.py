@@ -9,6 +9,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
+from ds4cli.backend.memory import taken_bytes
 from ds4cli.errors import ModelError
 from ds4cli.hooks.rebind import Swaps
 from ds4cli.tape import frames
@@ -75,7 +76,7 @@ class Recorder:
             states = [x for c in caches for x in c.cache if x is not None]
             self.row_bytes, self.has_stops = tape.row_bytes, tape.has_stops
             self.row_arrays, self.state_arrays = len(tape.arrays()), len(states)
-            self.state_bytes = sum(x.nbytes for x in states)
+            self.state_bytes = taken_bytes(states)
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 
+from ds4cli.backend.memory import taken_bytes
 from ds4cli.errors import ModelError
 from ds4cli.tape.tracks import Track, spans
 
@@ -48,7 +49,7 @@ class Tape:
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self.arrays())
+        return taken_bytes(self.arrays())
 
     @property
     def row_bytes(self) -> int:
