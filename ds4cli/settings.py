@@ -130,7 +130,11 @@ class Settings:
         },
     )
     seed: int = _setting(
-        0, int, SAMPLING, "Same seed, same text, with any drafter.", **_between(0, 2**63 - 1)
+        0,
+        int,
+        SAMPLING,
+        "Same seed, same text; on a GPU see `reproducible`.",
+        **_between(0, 2**63 - 1),
     )
     max_tokens: int = _setting(
         1024,
@@ -179,6 +183,12 @@ class Settings:
         SPECULATION,
         "When to guess; auto stops while it loses time.",
         choices=("auto", "always", "tools", "never"),
+    )
+    reproducible: bool = _setting(
+        False,
+        bool,
+        SPECULATION,
+        "Guess by rule, not by clock: the same text again on a GPU too.",
     )
     rewind_mb: int = _setting(512, int, REWIND, "Memory for going back, in MB.", **_at_least(0))
     horizon_tokens: int = _setting(

@@ -522,6 +522,8 @@ def test_what_made_a_result_is_short_and_has_no_speed_in_it():
     then = replies.made_with(settings, [])
     assert then["temp"] == 1 and then["stop"] == ["a"] and len(then["system"]) < 30
     assert set(then) == {"temp", "stop", "system"}
+    strict = Settings(temp=1, drafter="none", rewind_mb=9, reproducible=True)
+    assert set(replies.made_with(strict, [])) == {"temp", "drafter", "rewind_mb", "reproducible"}
     other = replies.made_with(Settings(system="y" * 500, temp=1, stop=("a",)), [])
     assert [d.split()[0] for d in replies.differences(then, other)] == ["`system"]
 

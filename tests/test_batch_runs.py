@@ -22,8 +22,10 @@ from typer.testing import CliRunner
 
 from ds4cli import batch, generate, signals
 from ds4cli.batch.requests import derived_seed
+from ds4cli.batch.runner import Runner
 from ds4cli.cli import app
 from ds4cli.engine.engine import Engine
+from ds4cli.rewind.timeline import Timeline
 from ds4cli.settings import Settings
 
 FAMILIES = ("llama", "qwen3_next", "gemma3_text")
@@ -125,6 +127,44 @@ def test_answers_do_not_depend_on_order_grouping_or_drafter(shared, folders, fam
         assert answers(name) == expected, name
     assert [r["custom_id"] for r in read_jsonl("grouped")] == [r["custom_id"] for r in requests]
     assert answers("plain") == alone(folder, requests)
+
+
+def test_reproducible_answers_come_from_the_same_calls(shared, folders, monkeypatch):
+    """Guards: calls of other sizes in another order, or after a resume: other kernels on a GPU, so
+    that `--reproducible` is a word."""
+    requests, sizes = mixed_requests(6), []
+    feed, answer = Timeline.feed, Runner._answer
+    monkeypatch.setattr(
+        Timeline,
+        "feed",
+        lambda t, tokens, **how: (sizes.append(len(tokens)), feed(t, tokens, **how))[1],
+    )
+
+    def calls(source: str, output: str, **how) -> dict:
+        found = {}
+
+        def noted(runner, step):
+            sizes.clear()
+            line = answer(runner, step)
+            found[step.job.item.custom_id] = list(sizes)
+            return line
+
+        monkeypatch.setattr(Runner, "_answer", noted)
+        how["settings"] = {
+            "drafter": "ngram", "speculate": "always", "reproducible": True, "max_tokens": 30,
+        }  # fmt: skip
+        assert run(source, output, folders["qwen3_next"], **how) == 0
+        return found
+
+    source = write_jsonl("in", requests)
+    first = calls(source, "first")
+    shuffled = write_jsonl("mixed", random.Random(3).sample(requests, 6))
+    assert calls(shuffled, "shuffled", group=True) == first and answers("first")
+    usages = {
+        row["response"]["body"]["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for row in read_jsonl("shuffled")
+    }
+    assert usages == {0} and any(1 < n < 6 for each in first.values() for n in each)
 
 
 def alone(folder: str, requests) -> dict:

@@ -57,6 +57,33 @@ class Guesser(Drafter):
         return [p if self.knows[p] else -1 for p in range(pos, pos + n)]
 
 
+@pytest.mark.parametrize("free", [True, False])
+def test_by_rule_the_text_alone_decides(free):
+    """Guards: `--reproducible` that follows a clock, or what was learnt from other text: blocks of
+    other sizes are other kernels on a GPU, and ties fall otherwise."""
+    part = Guesser(lambda pos: 0.5, is_free=free, confidence=4 if free else 0)
+    chosen = []
+    for seconds, learnt in ((1.0, 0), (30.0, 400)):
+        now = iter(range(0, 10**9, int(seconds * 7)))
+        policy = DraftPolicy(Settings(reproducible=True), Experience(), lambda now=now: next(now))
+        policy.costs.use({0: 1.0, 1: 1.0, 2: seconds, 8: 9 * seconds})
+        for pos in range(1, learnt):
+            policy.draft(part, range(pos), ROOM)
+            policy.observe(3, 1, seconds)
+        assert not policy.chooses and not policy.wants_prices
+        chosen.append([policy.draft(part, range(pos), ROOM) for pos in (500, 501, 700, 702)])
+    assert chosen[0] == chosen[1] and [len(c) for c in chosen[0]] == [4] * 4
+
+
+def test_by_rule_weak_guesses_are_not_fed():
+    """Guards: `--reproducible` that feeds every guess, and is slower than plain decoding."""
+    weak = Guesser(lambda pos: 0.1, confidence=1)
+    policy = DraftPolicy(Settings(reproducible=True))
+    assert policy.draft(weak, range(9), ROOM) == [] and not policy.wants(weak, range(9), ROOM)
+    pinned = DraftPolicy(Settings(reproducible=True, num_draft_tokens=2, speculate="always"))
+    assert len(pinned.draft(weak, range(9), ROOM)) == 2
+
+
 class Clock:
     """A decode over the text 0, 1, 2, ... as the session does it; time in plain tokens."""
 

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from ds4cli.generate import Completion
     from ds4cli.tools import Tool
 
-# Settings that change how fast an answer comes, never what it says. The model is told by its
-# fingerprint.
-WITHOUT_EFFECT = {
-    "model", "offline", "tools", "drafter", "draft_model", "num_draft_tokens", "speculate",
-    "corpus", "rewind_mb", "horizon_tokens", "prefill_step_size", "stats",
+# Settings that never change what an answer says; the model is told by its fingerprint. Then those
+# that change how fast it comes, and by that the rows of calls: with `reproducible` they are told.
+WITHOUT_EFFECT = {"model", "offline", "tools", "stats"}
+ON_CALLS = {
+    "drafter", "draft_model", "num_draft_tokens", "speculate", "corpus", "rewind_mb", "horizon_tokens",
+    "prefill_step_size",
 }  # fmt: skip
 # Longer texts are told by their hash.
 SHOWN_CHARS = 64
@@ -31,11 +32,11 @@ FINISH_REASONS = {"tool": "tool_calls"}
 
 def made_with(settings: Settings, tools: Sequence[Tool]) -> dict[str, Any]:
     """The settings that have an effect on answers and are not the defaults, as JSON holds them."""
-    defaults = Settings()
-    found = {}
+    defaults, found = Settings(), {}
+    silent = WITHOUT_EFFECT if settings.reproducible else WITHOUT_EFFECT | ON_CALLS
     for name in OPTIONS:
         value = getattr(settings, name)
-        if name not in WITHOUT_EFFECT and value != getattr(defaults, name):
+        if name not in silent and value != getattr(defaults, name):
             found[name] = _short(value)
     if tools:
         found["tools"] = _hash([tool.spec for tool in tools])

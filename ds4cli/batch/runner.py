@@ -79,6 +79,8 @@ class Planner:
         prompts = [job.prompt for job in good]
         shared = shared_lengths(prompts, self._before)
         self._before = prompts[-1] if prompts else self._before
+        if self.settings.reproducible:  # calls are cut where the request alone says
+            shared = [0] * len(shared)
         plans = {
             job.item.number: PlannedJob(job, shared[i], branch_points(shared, i))
             for i, job in enumerate(good)
@@ -206,6 +208,8 @@ class Runner:
         prompt, each with the noise of its own attempt."""
         job, session = step.job, self.session
         settings = job.item.settings(self.planner.settings)
+        if settings.reproducible:  # nothing of what was read before may shape the calls
+            session = self.session = self.engine.session()
         session.use(settings)
         made, generated = [], 0
         for attempt in range(job.item.n):

@@ -3,8 +3,9 @@
 A guess pays when the chance that it is kept is worth more tokens than its row (and its drafting)
 costs in time at the rate the session runs at anyway: the rule that maximises tokens per second in
 the long run. Chances are learnt by comparing every proposal with the text that followed, whether it
-was fed or not, for each drafter, kind of text and confidence; costs by timing what runs. Output
-never depends on any of it. No mlx.
+was fed or not, for each drafter, kind of text and confidence; costs by timing what runs. In float32
+output never depends on any of it; where kernels differ by the rows of a call, ties may fall
+otherwise, and `reproducible` decides by the text alone. No mlx.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ MAX_OPEN = 8
 MOST_BITS = 6
 # Tokens without guesses that pay after which only every other one is asked about.
 IDLE = 16
+# With `reproducible`: guesses a block, and the tokens that they must be expected to gain.
+RULE_GUESSES, RULE_GAIN = 4, 0.6
 # Blocks of a session until it is worth measuring what calls cost.
 MEASURED_AFTER = 48
 
@@ -69,7 +72,8 @@ class DraftPolicy:
         self.source = ""
         self._clock = clock
         self._mode = settings.speculate
-        self._pinned = settings.num_draft_tokens
+        self._by_rule = settings.reproducible
+        self._pinned = settings.num_draft_tokens or (RULE_GUESSES if self._by_rule else None)
         self._known = known or Experience()
         self._asked: set[str] = set()  # costly parts that gave a proposal here
         self._open: list[_Proposal] = []
@@ -137,6 +141,8 @@ class DraftPolicy:
         self, drafter: Drafter, tokens: Sequence[int], room: int, region: str
     ) -> _Offer | None:
         """The offer to take, if any."""
+        if self._by_rule:
+            self._known = Experience()  # what earlier text showed depends on which was read here
         self._compare(tokens)
         outside = self._mode == "tools" and region != "tool"
         if room <= 0 or outside or self._mode == "never":
@@ -153,7 +159,8 @@ class DraftPolicy:
         self._tempted = True
         best = offers[0] if len(offers) == 1 else max(offers, key=attrgetter("gain"))
         if not self.chooses:
-            return best
+            weak = self._by_rule and self._mode != "always" and best.gain < RULE_GAIN
+            return None if weak else best
         if best.k and self.costs.known:
             best.place.rest()
             others = [offer for offer in offers if offer is not best]
