@@ -11,8 +11,11 @@ import signal
 import sys
 from importlib import import_module
 
-from ds4cli.backend import blas, precision
+from ds4cli.backend import blas, interpreter, precision
 
+if interpreter.problem():
+    print(f"error: {interpreter.problem()}", file=sys.stderr)
+    raise SystemExit(2)
 # As a program: no traceback for a Ctrl-C that comes while it starts.
 _is_program = os.path.basename(sys.argv[0]) == "ds4cli" or sys.orig_argv[1:3] == ["-m", "ds4cli"]
 if _is_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ds4cli.backend import disk
+
 
 @contextmanager
 def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
@@ -21,7 +23,7 @@ def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
     try:
         yield temporary
         with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
+            disk.sync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -332,6 +332,43 @@ def test_the_machine_is_described_without_a_model():
     assert machine._lines("/does/not/exist") == [] and machine._output("/does/not/exist") == ""
 
 
+VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                               10000.
+Pages active:                            200000.
+Pages inactive:                           30000.
+Pages speculative:                         1000.
+Pages throttled:                              0.
+Pages wired down:                        100000.
+"""
+MAC = {
+    ("vm_stat",): VM_STAT,
+    ("sysctl", "-n", "vm.swapusage"): "total = 2048.00M  used = 1021.25M  free = 1026.75M",
+    ("sysctl", "-n", "machdep.cpu.brand_string"): "Apple M9",
+    ("pmset", "-g"): " standby              1\n lowpowermode         1\n",
+    ("pmset", "-g", "therm"): "CPU Power notify\n\tCPU_Speed_Limit \t= 62\n",
+    ("pmset", "-g", "batt"): "Now drawing from 'Battery Power'",
+}
+
+
+def test_a_mac_is_asked_in_its_own_words(monkeypatch):
+    """Guards: `/proc` looked for on a Mac, where swap, low power and heat went unseen."""
+    said = dict(MAC)
+    monkeypatch.setattr(machine, "is_mac", lambda: True)
+    monkeypatch.setattr(machine, "_output", lambda *command: said.get(command, ""))
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 16 << 30)
+    assert machine.chip() == "Apple M9"
+    assert machine.available_bytes() == 41000 * 16384
+    assert machine.swap_bytes() == int(1021.25 * (1 << 20))
+    doubts = " | ".join(machine.doubts())
+    for words in ("memory is short: 0.7 GB", "swap is in use: 1.1 GB", "battery", "low power"):
+        assert words in doubts, doubts
+    said["pmset", "-g"] = " lowpowermode         0\n"
+    assert "held to 62 %" in " | ".join(machine.doubts())
+    said.clear()
+    assert machine.available_bytes() is None and machine.swap_bytes() == 0
+    assert not any("memory" in doubt or "hot" in doubt for doubt in machine.doubts())
+
+
 def test_every_field_of_the_matrix_is_explained():
     """Guards: a size that nobody can look up."""
     assert all(field.name in matrix.Matrix.__doc__ for field in fields(matrix.Matrix))

@@ -756,6 +756,14 @@ def test_a_failing_model_leaves_the_chat_as_it_was(said, monkeypatch, capsys):
     check(said)
 
 
+def test_a_session_has_one_name_however_it_is_typed():
+    """Guards: `café` typed on a Mac, as five characters, refused, or another session than four."""
+    assert shelf.path_of("cafe\u0301") == shelf.path_of("caf\u00e9")
+    path = shelf.path_of("caf\u00e9")
+    path.with_name("e\u0301t.jsonl".replace(".jsonl", journal.SUFFIX)).write_text("", "utf-8")
+    assert shelf.names() == ["\u00e9t"]
+
+
 def test_a_full_disk_does_not_stop_the_chat(said, monkeypatch, capsys):
     """Guards: a reply lost, or a torn file, when the session cannot be written."""
     said.take("/save full")

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 # that change how fast it comes, and by that the rows of calls: with `reproducible` they are told.
 WITHOUT_EFFECT = {"model", "offline", "tools", "stats"}
 ON_CALLS = {
-    "drafter", "draft_model", "num_draft_tokens", "speculate", "corpus", "rewind_mb", "horizon_tokens",
-    "prefill_step_size",
+    "drafter", "draft_model", "num_draft_tokens", "speculate", "corpus", "rewind_mb",
+    "horizon_tokens", "prefill_step_size",
 }  # fmt: skip
 # Longer texts are told by their hash.
 SHOWN_CHARS = 64

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ds4cli import signals
+from ds4cli.backend import disk
 from ds4cli.batch.lines import FileId, file_id
 from ds4cli.batch.replies import BEGINNING, differences, request_id
 from ds4cli.batch.requests import Item, name_key
@@ -354,7 +355,7 @@ class _Log:
                 while view:
                     view = view[os.write(self._fd, view) :]
                 if sync:
-                    os.fsync(self._fd)
+                    disk.sync(self._fd)
             except OSError:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._fd, start)
@@ -364,12 +365,12 @@ class _Log:
     def sync(self) -> None:
         if self._fd >= 0:
             with self._said_if_it_fails():
-                os.fsync(self._fd)
+                disk.sync(self._fd)
 
     def cut(self, size: int) -> None:
         with self._said_if_it_fails():
             os.ftruncate(self._fd, size)
-            os.fsync(self._fd)
+            disk.sync(self._fd)
 
     @contextlib.contextmanager
     def _said_if_it_fails(self) -> Iterator[None]:
@@ -398,7 +399,7 @@ def _sync_folder(folder: Path) -> None:
     """Make a new file's name as durable as its content."""
     fd = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        disk.sync(fd)
     finally:
         os.close(fd)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds4cli import __version__
 from ds4cli.backend import blas
+from ds4cli.bench import macos
 
 if TYPE_CHECKING:
     from ds4cli.engine.engine import Engine
@@ -67,7 +68,7 @@ def bits(model: Any) -> list[int]:
 
 def chip() -> str:
     """The processor's name, as far as the system tells."""
-    if platform.system() == "Darwin":
+    if is_mac():
         return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
     for line in _lines("/proc/cpuinfo"):
         if line.startswith("model name"):
@@ -85,7 +86,7 @@ def memory_bytes() -> int | None:
 
 def doubts() -> list[str]:
     """What about the machine, right now, makes a measurement doubtful."""
-    found = [_busy(), _short_of_memory(), _swapping(), _on_battery()]
+    found = [_busy(), _short_of_memory(), _swapping(), _on_battery(), _slowed_down()]
     return [doubt for doubt in found if doubt]
 
 
@@ -97,26 +98,53 @@ def _busy() -> str | None:
 
 
 def _short_of_memory() -> str | None:
-    info = _meminfo()
-    total, free = info.get("MemTotal"), info.get("MemAvailable")
+    total, free = memory_bytes(), available_bytes()
     if total and free is not None and free < LOW_MEMORY * total:
-        return f"memory is short: {free / 1e6:.1f} GB of {total / 1e6:.1f} GB are free"
+        return f"memory is short: {free / 1e9:.1f} GB of {total / 1e9:.1f} GB are free"
     return None
 
 
-def _swapping() -> str | None:
+def available_bytes() -> int | None:
+    """Memory that a program can have now; None where the system does not say."""
+    if is_mac():
+        return macos.available_bytes(_output("vm_stat"))
+    kilobytes = _meminfo().get("MemAvailable")
+    return None if kilobytes is None else kilobytes << 10
+
+
+def swap_bytes() -> int:
+    """Swap in use."""
+    if is_mac():
+        return macos.swap_bytes(_output("sysctl", "-n", "vm.swapusage"))
     info = _meminfo()
-    used = info.get("SwapTotal", 0) - info.get("SwapFree", 0)
-    return f"swap is in use: {used / 1e6:.1f} GB" if used > 100_000 else None
+    return (info.get("SwapTotal", 0) - info.get("SwapFree", 0)) << 10
+
+
+def _swapping() -> str | None:
+    used = swap_bytes()
+    return f"swap is in use: {used / 1e9:.1f} GB" if used > 100 << 20 else None
 
 
 def _on_battery() -> str | None:
-    if platform.system() == "Darwin":
+    if is_mac():
         on = "Battery Power" in _output("pmset", "-g", "batt")
     else:
         states = [_lines(p) for p in Path("/sys/class/power_supply").glob("*/status")]
         on = ["Discharging"] in states
     return "on battery: the system may slow the processor down" if on else None
+
+
+def _slowed_down() -> str | None:
+    if not is_mac():
+        return None
+    if macos.is_low_power(_output("pmset", "-g")):
+        return "low power mode is on"
+    limit = macos.speed_limit(_output("pmset", "-g", "therm"))
+    return f"hot: the processor is held to {limit} % of its speed" if limit < 100 else None
+
+
+def is_mac() -> bool:
+    return platform.system() == "Darwin"
 
 
 def _meminfo() -> dict[str, int]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ds4cli import signals
+from ds4cli.backend import disk
 from ds4cli.chat.transcript import MAIN, Line, Transcript, Turn
 from ds4cli.errors import StateError, UsageError
 
@@ -299,7 +300,7 @@ class Journal:
                 written = 0
                 while written < len(data):
                     written += os.write(self._file, data[written:])
-                os.fsync(self._file)
+                disk.sync(self._file)
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,11 @@ def private_folder(*parts: str) -> Path:
 
 
 def path_of(name: str) -> Path:
-    """The file of session `name`. UsageError for a name that is no plain file name."""
+    """The file of session `name`. UsageError for a name that is no plain file name.
+
+    One name for one sequence of characters: some systems write `é` as two, and hand that on.
+    """
+    name = unicodedata.normalize("NFC", name)
     if not _NAME.fullmatch(name):
         raise UsageError(f"`{name}` cannot name a session", "use letters, digits, and . + - _")
     return private_folder("sessions") / f"{name}{journal.SUFFIX}"
@@ -58,7 +63,8 @@ def names() -> list[str]:
     """All sessions, the latest first. A file whose name we would not give is none of ours."""
     folder = settings.state_folder() / "sessions"
     paths = sorted(folder.glob(f"*{journal.SUFFIX}"), key=_age)
-    return [path.stem for path in paths if _NAME.fullmatch(path.stem)]
+    found = (unicodedata.normalize("NFC", path.stem) for path in paths)
+    return [name for name in found if _NAME.fullmatch(name)]
 
 
 def _age(path: Path) -> float:
