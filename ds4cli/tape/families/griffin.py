@@ -7,9 +7,10 @@ from functools import cache, wraps
 
 import mlx.nn as nn
 
-from ds4cli.hooks.rebind import Swaps, calls, derived, rebound
+from ds4cli.hooks.rebind import Swaps, calls, rebound
 from ds4cli.tape import frames
-from ds4cli.tape.tracks import States, Tail
+from ds4cli.tape.families.short_conv import arm_convolutions
+from ds4cli.tape.tracks import States
 
 name = "RG-LRU"
 
@@ -20,21 +21,8 @@ def owns(module: nn.Module) -> bool:
 
 def arm(module: nn.Module, swaps: Swaps) -> None:
     swaps.swap(module, frames.framed(type(module)))
-    swaps.swap(module.conv_1d, _convolution(type(module.conv_1d)))
+    arm_convolutions(module, swaps)
     swaps.swap(module.rg_lru, _recording(type(module.rg_lru)))
-
-
-@cache
-def _convolution(cls: type) -> type:
-    """The model's own Conv1d: takes the new rows and the history apart."""
-
-    def __call__(self, x, cache=None):
-        frame = frames.current()
-        if frame is not None:
-            frame.add(Tail((x,), self.weight.shape[1] - 1))
-        return cls.__call__(self, x, cache)
-
-    return derived(cls, __call__)
 
 
 @cache
