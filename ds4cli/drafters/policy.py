@@ -47,8 +47,8 @@ MAX_OPEN = 8
 MOST_BITS = 6
 # Tokens without guesses that pay after which only every other one is asked about.
 IDLE = 16
-# With `reproducible`: guesses a block, and the tokens that they must be expected to gain.
-RULE_GUESSES, RULE_GAIN = 4, 0.6
+# With `reproducible`: guesses a block, and what a drafter that says how sure it is must say.
+RULE_GUESSES, RULE_CONFIDENCE = 4, 4
 # Blocks of a session until it is worth measuring what calls cost.
 MEASURED_AFTER = 48
 
@@ -159,8 +159,8 @@ class DraftPolicy:
         self._tempted = True
         best = offers[0] if len(offers) == 1 else max(offers, key=attrgetter("gain"))
         if not self.chooses:
-            weak = self._by_rule and self._mode != "always" and best.gain < RULE_GAIN
-            return None if weak else best
+            weak = self._by_rule and 0 < best.part.confidence < RULE_CONFIDENCE
+            return None if weak and self._mode != "always" else best
         if best.k and self.costs.known:
             best.place.rest()
             others = [offer for offer in offers if offer is not best]
