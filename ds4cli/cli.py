@@ -281,6 +281,7 @@ def generate(
     request = task.GenerateRequest(
         prompt=task.gather_prompt(prompt, prompt_option, file or (), sys.stdin),
         tools=task.read_tools(run.settings.tools),
+        wanted=task.read_form(run.settings),
         as_json=as_json,
         stream=not no_stream,
         quiet=run.quiet,

@@ -24,8 +24,10 @@ from ds4cli.text.reasoning import ReasoningSplitter, markers
 if TYPE_CHECKING:
     from ds4cli.engine.engine import Engine
     from ds4cli.engine.session import Session
+    from ds4cli.structured.guards import AnyGuard
+    from ds4cli.structured.wanted import Wanted
     from ds4cli.text.tokenizer import Vocabulary
-    from ds4cli.tools import Guard, ParsedCall, Tool
+    from ds4cli.tools import ParsedCall, Tool
 
 BUILTIN_NOTE = "built-in demo model; -m takes a folder or a hub id"
 NO_BACKEND_HINT = 'on Linux install one: `pip install "ds4cli[cpu]"`, or `ds4cli[cuda13]`'
@@ -37,6 +39,7 @@ class GenerateRequest:
 
     prompt: str
     tools: Sequence[Tool] = ()
+    wanted: Wanted | None = None
     as_json: bool = False
     stream: bool = True
     quiet: bool = False
@@ -47,7 +50,8 @@ class GenerateRequest:
 class Completion:
     """A reply as it stands: answer, reasoning, tool calls, why it ended (None while it goes on).
 
-    note: what is wrong with a call that stayed unusable.
+    note: what is wrong with a call that stayed unusable, or with a text of a wanted form. parsed:
+    the value of a text that was to be JSON, where a batch asks for it.
     """
 
     text: str = ""
@@ -55,10 +59,13 @@ class Completion:
     finish_reason: str | None = None
     calls: tuple[ParsedCall, ...] = ()
     note: str = ""
+    parsed: Any = None
 
 
 def run(request: GenerateRequest, settings: Settings) -> int:
     """Load, read the prompt, write the reply. Returns the exit code."""
+    if not request.quiet:
+        say_form(request.wanted)
     tokens: list[int] = []
 
     def read_prompt(vocabulary: Vocabulary) -> None:
@@ -263,14 +270,34 @@ def splitter(engine: Engine, inside: bool) -> ReasoningSplitter:
     return ReasoningSplitter(start, end, inside, answer)
 
 
-def make_guard(engine: Engine, request: GenerateRequest, thinks: bool) -> Guard | None:
-    """What watches the reply for calls of the declared tools; None without tools."""
-    if not request.tools:
-        return None
-    from ds4cli.tools import Guard
+def read_form(settings: Settings) -> Wanted | None:
+    """The form that a reply is to have, checked; None for plain text."""
+    from ds4cli.structured import asked
 
-    guard = Guard(engine.tokenizer, request.tools, thinks, engine.settings.max_repairs)
-    if request.verbose:
+    return asked.from_settings(settings)
+
+
+def say_form(wanted: Wanted | None) -> None:
+    """What of a schema is not enforced while a reply is written."""
+    if wanted is not None and wanted.unheld:
+        words = ", ".join(wanted.unheld)
+        terminal.note(f"{wanted.name}: {words} cannot be enforced, only checked at the end")
+
+
+def make_guard(engine: Engine, request: GenerateRequest, thinks: bool) -> AnyGuard | None:
+    """What watches the reply for calls of the declared tools and for its form; None for neither."""
+    if not request.tools and request.wanted is None:
+        return None
+    from ds4cli.structured import guards
+
+    guard = guards.make_guard(
+        engine,
+        request.tools,
+        request.wanted,
+        thinks=thinks,
+        max_repairs=engine.settings.max_repairs,
+    )
+    if guard is not None and request.verbose:
         terminal.notes(guard.notices)
     return guard
 
@@ -280,7 +307,7 @@ def complete(
     split: ReasoningSplitter,
     cancel: Callable[[], bool],
     writer: terminal.ReplyWriter | None,
-    guard: Guard | None = None,
+    guard: AnyGuard | None = None,
     **limits: Any,
 ) -> Completion:
     """Generate to the end; `writer` sees every piece when it is made.

@@ -25,9 +25,10 @@ from ds4cli.errors import UsageError
 PREFIX = "DS4CLI_"
 # One model call while decoding: the next token and the guesses. Sliding windows have slack for it.
 MAX_BLOCK_TOKENS = 32
-MODEL, SAMPLING, SPECULATION, REWIND, OUTPUT = PANELS = (
+MODEL, SAMPLING, FORM, SPECULATION, REWIND, OUTPUT = PANELS = (
     "Model",
     "Sampling",
+    "Form of the reply",
     "Speculation",
     "Rewind",
     "Output",
@@ -152,6 +153,17 @@ class Settings:
         "End the reply before this text. Repeatable.",
         valid=all,
         wants="no empty text",
+    )
+    json_schema: str | None = _setting(
+        None, str, FORM, "Reply with JSON that fits this schema: a file, or the schema itself."
+    )
+    json_object: bool = _setting(False, bool, FORM, "Reply with any JSON object.")
+    regex: str | None = _setting(None, str, FORM, "Reply with text that matches this pattern.")
+    grammar: str | None = _setting(
+        None, str, FORM, "Reply with text of a grammar in llguidance's Lark: a file."
+    )
+    strict: bool = _setting(
+        False, bool, FORM, "Refuse a schema that cannot be enforced whole while writing."
     )
     drafter: str = _setting(
         "auto",

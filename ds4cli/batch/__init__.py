@@ -26,9 +26,11 @@ from ds4cli.batch.results import Results, open_results
 from ds4cli.batch.runner import Planner, Runner, model_fingerprint
 from ds4cli.errors import Interrupted, UsageError
 from ds4cli.settings import Settings
+from ds4cli.structured.asked import inlined
 
 if TYPE_CHECKING:
     from ds4cli.engine.engine import Engine
+    from ds4cli.structured.wanted import Wanted
     from ds4cli.tools import Tool
 
 RESUME_HINT = "go on with the same command and `--resume`"
@@ -56,6 +58,10 @@ class BatchRequest:
 def run(request: BatchRequest, settings: Settings) -> int:
     """Check the input, load, answer. Returns the exit code: 1 if a line failed."""
     tools = generate.read_tools(settings.tools)
+    form = generate.read_form(settings)
+    settings = inlined(settings)
+    if not request.quiet:
+        generate.say_form(form)
     with ExitStack() as files:
         lines = files.enter_context(closing(open_lines(request.source)))
         source = file_id(0 if request.source == "-" else request.source)
@@ -71,9 +77,8 @@ def run(request: BatchRequest, settings: Settings) -> int:
             settings, tools=tools, quiet=request.quiet, verbose=request.verbose
         )
         results.check_model(model_fingerprint(engine))
-        return _answer(
-            request, engine, tools, lines, results, None if items is None else len(items)
-        )
+        total = None if items is None else len(items)
+        return _answer(request, engine, tools, form, lines, results, total)
 
 
 def _look_through(lines: Lines, plain: bool, results: Results) -> Sequence[int] | None:
@@ -98,11 +103,12 @@ def _answer(
     request: BatchRequest,
     engine: Engine,
     tools: Sequence[Tool],
+    form: Wanted | None,
     lines: Lines,
     results: Results,
     total: int | None,
 ) -> int:
-    planner = Planner(engine, engine.settings, tools, request.group)
+    planner = Planner(engine, engine.settings, tools, request.group, form)
     with signals.Interrupts() as interrupted:
         runner = Runner(engine, planner, results, interrupted)
         progress = BatchProgress(runner.tally, total, not request.quiet)

@@ -128,6 +128,8 @@ def _chat_choice(index: int, completion: Completion) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": completion.text}
     if completion.reasoning:
         message["reasoning"] = completion.reasoning
+    if completion.parsed is not None:
+        message["parsed"] = completion.parsed
     if completion.calls:
         message["content"] = completion.text or None
         message["tool_calls"] = [call.openai() for call in completion.calls]

@@ -17,6 +17,7 @@ from ds4cli.errors import UsageError
 from ds4cli.settings import OPTIONS, Settings
 
 if TYPE_CHECKING:
+    from ds4cli.structured.wanted import Wanted
     from ds4cli.tools import Tool
 
 # A body's fields that set something for this line only, and the settings they set. Where both names
@@ -35,7 +36,16 @@ OVERRIDES = {
     "seed": "seed",
     "stop": "stop",
 }
-BODY_FIELDS = {*OVERRIDES, "messages", "prompt", "tools", "tool_choice", "n", "model"}
+BODY_FIELDS = {
+    *OVERRIDES,
+    "messages",
+    "prompt",
+    "tools",
+    "tool_choice",
+    "n",
+    "model",
+    "response_format",
+}
 LINE_FIELDS = {"custom_id", "method", "url", "body"}
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
 MAX_COMPLETIONS = 128
@@ -50,6 +60,7 @@ class Item:
     Either `error` says what is wrong with it, or one of `messages` and `prompt` is there.
     is_chat: the answer has the shape of a chat completion, not of a text completion.
     unknown: names of fields that nothing reads. tools: None where the line says nothing.
+    has_form: it says itself which form the answer has: `wanted`, or plain text.
     """
 
     number: int
@@ -61,6 +72,8 @@ class Item:
     overrides: dict[str, Any] = field(default_factory=dict)
     n: int = 1
     tools: tuple[Tool, ...] | None = None
+    wanted: Wanted | None = None
+    has_form: bool = False
     model: str | None = None
     unknown: tuple[str, ...] = ()
     error: str = ""
@@ -157,6 +170,8 @@ def _item(number: int, custom_id: str, digest: str, line: dict[str, Any]) -> Ite
         overrides=_overrides(body),
         n=_count(body.get("n", 1)),
         tools=_tools(body),
+        wanted=_wanted(body),
+        has_form="response_format" in body,
         model=body.get("model"),
         unknown=tuple(unknown + _unknown(body, BODY_FIELDS)),
     )
@@ -288,6 +303,14 @@ def _count(n: Any) -> int:
     if type(n) is not int or not 1 <= n <= MAX_COMPLETIONS:
         raise UsageError(f"`n` cannot be `{n}`: it wants a number from 1 to {MAX_COMPLETIONS}")
     return n
+
+
+def _wanted(body: dict[str, Any]) -> Wanted | None:
+    if "response_format" not in body:
+        return None
+    from ds4cli.structured import asked
+
+    return asked.from_request(body["response_format"])
 
 
 def _tools(body: dict[str, Any]) -> tuple[Tool, ...] | None:

@@ -6,10 +6,11 @@ cursor, or on hybrids and windows by a checkpoint that was left there on the way
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds4cli import generate
 from ds4cli.batch import replies
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
     from ds4cli.engine.engine import Engine
     from ds4cli.generate import Completion
     from ds4cli.settings import Settings
+    from ds4cli.structured.guards import AnyGuard
+    from ds4cli.structured.wanted import Wanted
     from ds4cli.text.tokenizer import Vocabulary
-    from ds4cli.tools import Guard, Tool
+    from ds4cli.tools import Tool
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,20 @@ class PlannedJob:
 class Planner:
     """Turns blocks of items into steps: prompts as tokens, in working order.
 
-    tools: those that every chat item may call unless it brings its own.
+    tools: those that every chat item may call unless it brings its own. wanted: the form of answers
+    to items that name none.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, settings: Settings, tools: Sequence[Tool], group: bool
+        self,
+        vocabulary: Vocabulary,
+        settings: Settings,
+        tools: Sequence[Tool],
+        group: bool,
+        wanted: Wanted | None = None,
     ):
         self.vocabulary, self.settings, self.tools = vocabulary, settings, tools
+        self.wanted = wanted
         self.group = group
         self._before: Sequence[int] = ()
         self._skipped: list[Item] = []
@@ -112,6 +122,10 @@ class Planner:
         specs = [tool.spec for tool in tools] or None
         messages = as_messages(item, self.settings.system)
         return self.vocabulary.render(messages, tools=specs, think=self.settings.think)
+
+    def form_of(self, item: Item) -> Wanted | None:
+        """The form of the item's answer: its own, else that of all."""
+        return item.wanted if item.has_form else self.wanted
 
     def is_raw(self, item: Item) -> bool:
         """Whether the prompt goes to the model as it is, without a chat template."""
@@ -239,17 +253,36 @@ class Runner:
         completion = generate.complete(self.session, split, self.cancel, None, guard, **limits)
         if completion.finish_reason == "cancelled":
             raise Interrupted("stopped")
+        form = self.planner.form_of(job.item)
+        if form is not None and form.kind == "json":
+            completion.parsed = _value(completion)
         if settings.hide_reasoning:
             completion.reasoning = ""
         return completion
 
-    def _guard(self, item: Item, thinks: bool) -> Guard | None:
-        tools = self.planner.tools_of(item)
-        if not tools:
+    def _guard(self, item: Item, thinks: bool) -> AnyGuard | None:
+        tools, form = self.planner.tools_of(item), self.planner.form_of(item)
+        if not tools and form is None:
             return None
-        from ds4cli.tools import Guard
+        from ds4cli.structured import guards
 
-        return Guard(self.engine.tokenizer, tools, thinks, self.planner.settings.max_repairs)
+        return guards.make_guard(
+            self.engine,
+            tools,
+            form,
+            thinks=thinks,
+            max_repairs=self.planner.settings.max_repairs,
+        )
+
+
+def _value(completion: Completion) -> Any:
+    """The value of a finished text that is JSON; None for any other."""
+    if completion.finish_reason != "stop":
+        return None
+    try:
+        return json.loads(completion.text)
+    except ValueError:
+        return None
 
 
 def model_fingerprint(engine: Engine) -> str:

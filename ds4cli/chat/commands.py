@@ -16,14 +16,14 @@ from ds4cli import settings, terminal
 from ds4cli.chat import editor, shelf
 from ds4cli.chat.transcript import Line, Turn
 from ds4cli.errors import UsageError
-from ds4cli.settings import OPTIONS, SAMPLING
+from ds4cli.settings import FORM, OPTIONS, SAMPLING
 
 if TYPE_CHECKING:
     from ds4cli.chat.console import Chat
 
 # Settings that may change while a model is loaded.
 SETTABLE = (
-    *(name for name, option in OPTIONS.items() if option.panel == SAMPLING),
+    *(name for name, option in OPTIONS.items() if option.panel in (SAMPLING, FORM)),
     "think",
     "hide_reasoning",
     "stats",
@@ -414,7 +414,7 @@ def system(chat: Chat, argument: str) -> None:
 
 @command("set [name [value]]", completes="setting")
 def set_(chat: Chat, argument: str) -> None:
-    """Print or change settings; from the next reply on."""
+    """Print or change settings, from the next reply on; `default` takes a change back."""
     name, _, text = argument.partition(" ")
     name = name.replace("-", "_")
     if not name:
@@ -423,9 +423,15 @@ def set_(chat: Chat, argument: str) -> None:
         fixed = "is fixed while a model is loaded" if name in OPTIONS else "is no setting"
         raise UsageError(f"`{name}` {fixed}", settings.nearest(name, SETTABLE))
     if text:
-        value = settings.parse_text(name, text.strip())
+        value = _value(name, text.strip())
         chat.conversation.use(dataclasses.replace(chat.settings, **{name: value}))
     chat.note(f"{name} = {getattr(chat.settings, name)}")
+
+
+def _value(name: str, text: str) -> Any:
+    return (
+        getattr(settings.defaults(), name) if text == "default" else settings.parse_text(name, text)
+    )
 
 
 def _print_settings(chat: Chat) -> None:

@@ -177,7 +177,7 @@ class Chat:
         else:
             writer.answer("")  # ends the reasoning
         for repair in getattr(self.conversation.session.stats, "repairs", ()):
-            self.note(f"repaired a tool call: {repair.reason}; {repair.dropped_tokens} tokens back")
+            self.note(f"repaired: {repair.reason}; {repair.dropped_tokens} tokens back")
         if self.conversation.remark:
             self.note(self.conversation.remark)
         self._note_cut(turn)

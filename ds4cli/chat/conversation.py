@@ -22,6 +22,7 @@ from ds4cli.chat.transcript import Line, Scribe, Transcript, Turn
 from ds4cli.errors import DS4Error, StateError, UsageError
 from ds4cli.rewind.plan import RewindReport
 from ds4cli.settings import Settings
+from ds4cli.structured.asked import from_settings
 from ds4cli.text.chat_template import ChatTemplate, Message
 from ds4cli.text.reasoning import Piece, ReasoningSplitter, markers, opens_thinking
 from ds4cli.tokens import common_prefix
@@ -29,7 +30,8 @@ from ds4cli.tokens import common_prefix
 if TYPE_CHECKING:
     from ds4cli.engine.engine import Engine
     from ds4cli.engine.session import Event, Session
-    from ds4cli.tools import Guard, Tool
+    from ds4cli.structured.guards import AnyGuard
+    from ds4cli.tools import Tool
 
 # A head of fewer tokens is not worth a model call of its own.
 MIN_HEAD_TOKENS = 16
@@ -65,11 +67,12 @@ class Conversation:
         self.transcript = Transcript(self.scribe.begin(settings.system))
         self.is_unwatched = False  # the reply goes on behind a call that does not fit its tool
         self.remark = ""  # what is wrong with a tool call that the last reply left open
-        self._kept_guard: tuple[Turn | None, Guard | None] = None, None
         self._before: Transcript | None = None  # what a reply that never came takes us back to
 
     def use(self, settings: Settings) -> None:
-        """Go on with other sampling or template settings."""
+        """Go on with other sampling, form or template settings."""
+        self._wanted = from_settings(settings)
+        self._kept_guard: tuple[Turn | None, AnyGuard | None] = None, None
         self.session.use(settings)
         self.settings = settings
         specs = [tool.spec for tool in self.tools]
@@ -238,10 +241,10 @@ class Conversation:
     def _opens_thinking(self, line: Line) -> bool:
         return opens_thinking(self.engine.decode, line.tokens, self.markers[0])
 
-    def guard(self, line: Line, begun: Turn) -> Guard | None:
+    def guard(self, line: Line, begun: Turn) -> AnyGuard | None:
         """What watches a reply for tool calls; a reply that goes on keeps the one it had."""
         self.is_unwatched = False
-        if not self.tools:
+        if not self.tools and self._wanted is None:
             return None
         turn, guard = self._kept_guard
         if not begun.tokens or turn != begun:
@@ -249,13 +252,18 @@ class Conversation:
         self.is_unwatched = guard is None
         return guard
 
-    def _guard_of(self, line: Line, tokens: Sequence[int]) -> Guard | None:
-        """A guard that has read a reply's tokens; None where a call in them does not fit."""
-        from ds4cli.tools import Guard
+    def _guard_of(self, line: Line, tokens: Sequence[int]) -> AnyGuard | None:
+        """A guard that has read a reply's tokens; None where they do not fit what it watches."""
+        from ds4cli.structured import guards
 
-        thinks = self._opens_thinking(line)
-        limit = self.settings.max_repairs
-        guard = Guard(self.engine.tokenizer, self.tools, thinks, limit, resumable=True)
+        guard = guards.make_guard(
+            self.engine,
+            self.tools,
+            self._wanted,
+            thinks=self._opens_thinking(line),
+            max_repairs=self.settings.max_repairs,
+            resumable=True,
+        )
         return guard if guard.catch_up(len(line.tokens), tokens, self.engine.decode) else None
 
     def edited_reply(self, line: Line, turn: Turn, text: str) -> Turn:
@@ -273,7 +281,7 @@ class Conversation:
         calls = tuple(call.openai() for call in guard.caught)
         return replace(edited, content=answer, finish_reason="tool", calls=calls)
 
-    def keep_guard(self, turn: Turn, guard: Guard | None) -> None:
+    def keep_guard(self, turn: Turn, guard: AnyGuard | None) -> None:
         """Keep a reply's guard, in case that the reply goes on."""
         self._kept_guard = turn, guard
 

@@ -57,6 +57,16 @@ class ReasoningSplitter:
         self._held = ""
         self._at_border = inside  # just behind a marker: newlines there are layout
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether reasoning is open."""
+        return self._step == self._inside
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether text is held back."""
+        return bool(self._held)
+
     def push(self, text: str) -> list[Piece]:
         """The pieces that `text` settles."""
         self._held += text

@@ -33,7 +33,7 @@ class Grammar:
 
     def __init__(self, tokenizer: Any, fmt: Format, tools: Sequence[Tool]) -> None:
         begin = time.perf_counter()
-        self.vocab = _vocabulary_for(tokenizer, fmt)
+        self.vocab = vocabulary_for(tokenizer, fmt.literals())
         self.notices: list[str] = []
         self._root = self._compile(fmt, tools)
         self._strict: list[LLMatcher | None] = []
@@ -102,9 +102,7 @@ class Grammar:
 
 
 _cache: weakref.WeakKeyDictionary[Any, dict[str, Grammar | str]] = weakref.WeakKeyDictionary()
-_vocabularies: weakref.WeakKeyDictionary[Any, dict[Format, LLTokenizer]] = (
-    weakref.WeakKeyDictionary()
-)
+_vocabularies: weakref.WeakKeyDictionary[Any, dict[str, LLTokenizer]] = weakref.WeakKeyDictionary()
 
 
 def grammar_for(tokenizer: Any, fmt: Format, tools: Sequence[Tool]) -> Grammar:
@@ -125,12 +123,16 @@ def grammar_for(tokenizer: Any, fmt: Format, tools: Sequence[Tool]) -> Grammar:
 # The vocabulary as bytes
 
 
-def _vocabulary_for(tokenizer: Any, fmt: Format) -> LLTokenizer:
-    """The vocabulary, built once per tokenizer and format: nearly all of a grammar's time."""
+def vocabulary_for(tokenizer: Any, syntax: str) -> LLTokenizer:
+    """The vocabulary, built once per tokenizer and syntax: nearly all of a grammar's time.
+
+    syntax: a text; the special tokens in it count as text too. NoGrammar where the tokens are not
+    known as bytes.
+    """
     built = _vocabularies.setdefault(tokenizer, {})
-    if fmt not in built:
-        built[fmt] = _vocabulary(tokenizer, fmt)
-    return built[fmt]
+    if syntax not in built:
+        built[syntax] = _vocabulary(tokenizer, syntax)
+    return built[syntax]
 
 
 class _Vocabulary:
@@ -146,7 +148,7 @@ class _Vocabulary:
         return self._backend.encode(text, add_special_tokens=False).ids
 
 
-def _vocabulary(tokenizer: Any, fmt: Format) -> LLTokenizer:
+def _vocabulary(tokenizer: Any, syntax: str) -> LLTokenizer:
     """Special tokens count as text only where they spell a part of the format's syntax."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -161,7 +163,6 @@ def _vocabulary(tokenizer: Any, fmt: Format) -> LLTokenizer:
     # No slices: they make masks faster, but only repairs need a mask, and every start would pay.
     plain = LLTokenizer(backend.to_str(), eos_token=stops, slices=[])
     tokens = [plain.decode_bytes([i]) for i in range(plain.vocab_size)]
-    syntax = fmt.literals()
     special = {
         i for i, added in backend.get_added_tokens_decoder().items()
         if added.special and added.content not in syntax
