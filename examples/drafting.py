@@ -78,6 +78,7 @@ class Way:
     def answer(self, prompt, guard):
         """Seconds a token, and the text."""
         session = self.session
+        self.engine.corpus.clear()  # an answer given before would be guessed whole
         session.sync(prompt)
         session.next_token()
         blocks, generated = session.stats.blocks, session.stats.generated_tokens

@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 from tiny import V, build, ids
 
-from ds4cli.drafters import block, block_config, dflash, dspark
+from ds4cli.drafters import block, block_config, dflash, dflash2, dspark
 from ds4cli.drafters.block import BlockHead
 from ds4cli.drafters.block_config import read
 from ds4cli.drafters.heads import HeadSource
@@ -59,6 +59,23 @@ DFLASH = {
     "sliding_window": 6,
     "dflash_config": {"target_layer_ids": [1, 3], "mask_token_id": 3},
 }
+DFLASH2 = {
+    **LAYERS,
+    "architectures": ["DFlash2DraftModel"],
+    "layer_types": ["full_attention", "sliding_attention"],
+    "sliding_window": 6,
+    "is_causal": False,
+    "dflash_config": {
+        "block_size": BLOCK,
+        "target_layer_ids": [1, 3],
+        "mask_token_id": 3,
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 8,
+        "selector_top_k": 6,
+        "output_multiplier": 1.0,
+    },
+}
 SPECULATORS = {
     "speculators_model_type": "dspark",
     "architectures": ["DSparkDraftModel"],
@@ -80,6 +97,11 @@ CASES = {
     "gated": ({**DSPARK, "markov_head_type": "gated"}, ("lm_head", "embed_tokens")),
     "rnn": ({**DSPARK, "markov_head_type": "rnn"}, ("lm_head",)),
     "no markov": ({**DSPARK, "markov_rank": 0, "enable_confidence_head": False}, ()),
+    "dflash2": (DFLASH2, ()),
+    "dflash2, capped": (
+        {**DFLASH2, "is_causal": None, "output_multiplier": 0.5, "final_logit_softcapping": 3.0},
+        (),
+    ),
     "speculators": (SPECULATORS, ("lm_head",)),
     "dflash": (DFLASH, ()),
     # What DeepSpec copies from a target with partial rotation and gated attention says nothing.
@@ -116,6 +138,8 @@ def target():
 
 def parts(config):
     """The modules that belong to a config: its kind, head class and drafter class."""
+    if "DFlash2" in config["architectures"][0]:
+        return "dflash2", dflash2.DFlash2Head, dflash2.DFlash2Drafter
     if "DFlash" in config["architectures"][0]:
         return "dflash", dflash.DFlashHead, dflash.DFlashDrafter
     return "dspark", dspark.DSparkHead, dspark.DSparkDrafter
@@ -211,17 +235,52 @@ class Plain:
         for i, window in enumerate(self.c.windows):
             at, low = f"layers.{i}.self_attn", f"layers.{i}"
             h = self.norm(x, f"{low}.input_layernorm")
+            h, after = self.before(h, f"{low}.attention_conv")
             rows = [
                 (first + j, *self.key_value(context[j], first + j, at)) for j in range(p - first)
             ]
             rows += [(p + j, *self.key_value(h[j], p + j, at)) for j in range(BLOCK)]
-            x = x + mx.stack([self.attend(h[j], p + j, rows, at, window) for j in range(BLOCK)])
+            out = mx.stack([self.attend(h[j], p + j, rows, at, window) for j in range(BLOCK)])
+            x = x + self.after(out, after, f"{low}.attention_conv")
             h = self.norm(x, f"{low}.post_attention_layernorm")
+            h, after = self.before(h, f"{low}.mlp_conv")
             gate, up, down = (
                 self.w[f"{low}.mlp.{n}_proj.weight"].T for n in ("gate", "up", "down")
             )
-            x = x + (nn.silu(h @ gate) * (h @ up)) @ down
+            x = x + self.after((nn.silu(h @ gate) * (h @ up)) @ down, after, f"{low}.mlp_conv")
         return self.norm(x, "norm")
+
+    def before(self, h, at):
+        """DFlash 2: what goes into a part, and the kernels (row, tap, channel) for after it."""
+        if f"{at}.base_kernel" not in self.w:
+            return h, None
+        taps, group = self.c.conv_kernel_size, self.c.conv_group_size
+        all_kernels = (h @ self.w[f"{at}.kernel_projection.weight"].T).reshape(BLOCK, 2, taps, -1)
+        all_kernels = mx.repeat(all_kernels, group, axis=-1)
+        return self.after(h, all_kernels[:, 0], at, 0), all_kernels[:, 1]
+
+    def after(self, h, kernels, at, side=1):
+        if kernels is None:
+            return h
+        base, rows = self.w[f"{at}.base_kernel"][side], []
+        for j in range(BLOCK):
+            taps = range(min(len(base), j + 1))
+            rows.append(sum((base[t] + kernels[j, t]) * h[j - t] for t in taps))
+        return mx.stack(rows)
+
+    def select(self, row, slot, prev):
+        """DFlash 2: the row with the candidates' scores alone."""
+        row = row * self.c.output_multiplier
+        if self.c.final_logit_softcapping:
+            row = mx.tanh(row / self.c.final_logit_softcapping) * self.c.final_logit_softcapping
+        at = "candidate_selector"
+        ids = sorted(range(V), key=lambda t: -row[t].item())[: self.c.selector_top_k]
+        context = self.w[f"{at}.predecessor_codebook"][prev]
+        context = context * (self.w[f"{at}.hidden_projection.weight"] @ slot)
+        scores = [-float("inf")] * V
+        for t in ids:
+            scores[t] = (row[t] + self.w[f"{at}.successor_codebook"][t] @ context).item()
+        return mx.array(scores)
 
     def bias(self, slot, prev, state):
         w1, w2 = self.w["markov_head.markov_w1.weight"], self.w["markov_head.markov_w2.weight"]
@@ -246,6 +305,8 @@ class Plain:
         for i in range(min(n, len(s))):
             head = self.w.get("lm_head.weight")
             row = self.target.head(s[i : i + 1])[0] if head is None else head @ s[i]
+            if self.c.selector_rank:
+                row = self.select(row, s[i], out[-1])
             if self.c.markov_rank:
                 bias, state = self.bias(s[i], out[-1], state)
                 row = row + bias
@@ -728,7 +789,7 @@ def test_a_head_guesses_once_when_it_is_loaded(case, target, tmp_path, monkeypat
 def test_heads_that_fit_pass():
     """A check that refuses what it should let through."""
     for config, _ in CASES.values():
-        (dflash if parts(config)[0] == "dflash" else dspark).check(config, TARGET, "head")
+        named(parts(config)[0]).part("check")(config, TARGET, "head")
 
 
 def test_speculators_say_which_slot_comes_first():

@@ -279,7 +279,7 @@ def test_tensors_that_do_not_belong_are_named(change, says, tmp_path):
         ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "MLP speculator"),
         ({"architectures": ["Gemma4AssistantForCausalLM"]}, "Gemma 4 assistant"),
         ({"architectures": ["EagleLlamaForCausalLM"]}, "EAGLE 1 or 2"),
-        ({"architectures": ["DFlash2DraftModel"], "dflash_config": {}}, "DFlash 2"),
+        ({"architectures": ["DominoDraftModel"], "dflash_config": {}}, "Domino"),
     ],
 )
 def test_other_methods_are_refused_by_their_name(config, method):

@@ -113,13 +113,14 @@ class BlockHead(nn.Module):
     """
 
     kind = ""
+    layer_class = BlockLayer
 
     def __init__(self, config: BlockConfig, target: Target):
         super().__init__()
         size = config.hidden_size
         self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
-        self.layers = [BlockLayer(config, i) for i in range(len(config.windows))]
+        self.layers = [self.layer_class(config, i) for i in range(len(config.windows))]
         self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
         self.config = config
         self._target = target

@@ -44,11 +44,21 @@ REFUSED = (
     "layer_fusion",
     "log_snr",
     "output_multiplier",
+    "pure_draft",
     "rope_interleaved",
     "rope_traditional",
     "selector_",
     "shift_label",
     "use_swa",
+)
+# What DFlash 2 has of these.
+DFLASH2 = (
+    "conv_group_size",
+    "conv_kernel_size",
+    "final_logit_softcapping",
+    "output_multiplier",
+    "selector_rank",
+    "selector_top_k",
 )
 # The values that say no more than that nothing special is done.
 NEUTRAL = {
@@ -106,6 +116,12 @@ class BlockConfig:
     has_confidence: bool = False
     has_markov_confidence: bool = False
     confidence_threshold: float = CONFIDENCE_THRESHOLD
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
     tie_word_embeddings: bool = False
 
     @property
@@ -115,12 +131,12 @@ class BlockConfig:
 
 
 def read(config: Mapping[str, Any], kind: str, name: str) -> BlockConfig:
-    """The configuration in a head's config.json. kind: "dspark" or "dflash".
+    """The configuration in a head's config.json. kind: "dspark", "dflash" or "dflash2".
 
     UsageError that names the field which is missing, or which is not built here.
     """
     flat = Fields(_flatten(config), name)
-    _refuse_others(flat)
+    _refuse_others(flat, kind)
     hidden, heads = flat.integer("hidden_size"), flat.integer("num_attention_heads")
     vocab = flat.integer("vocab_size")
     return BlockConfig(
@@ -138,13 +154,14 @@ def read(config: Mapping[str, Any], kind: str, name: str) -> BlockConfig:
         taps=taps(flat),
         windows=_windows(flat),
         context_rows=CONTEXT_ROWS if kind == "dspark" else None,
-        sees_ahead=flat.flag("sliding_window_non_causal"),
+        sees_ahead=_sees_ahead(flat, kind),
         first_slot=_first_slot(config, flat, kind),
         num_target_layers=flat.optional("num_target_layers"),
         max_position_embeddings=flat.optional("max_position_embeddings"),
         tie_word_embeddings=flat.flag("tie_word_embeddings"),
         **rope(flat),
         **(_markov(config, flat) if kind == "dspark" else {}),
+        **(_dflash2(flat) if kind == "dflash2" else {}),
     )
 
 
@@ -191,13 +208,35 @@ def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _refuse_others(flat: Fields) -> None:
+def _sees_ahead(flat: Fields, kind: str) -> bool:
+    """DFlash 2 says it by `is_causal`; where it says nothing, windowed layers do not."""
+    if kind == "dflash2":
+        return not flat.flag("is_causal", True)
+    return flat.flag("sliding_window_non_causal")
+
+
+def _dflash2(flat: Fields) -> dict[str, Any]:
+    hidden, group = flat.integer("hidden_size"), flat.integer("conv_group_size")
+    if hidden % group:
+        raise flat.unknown("conv_group_size", f"is {group}, which does not divide {hidden}")
+    cap = flat.get("final_logit_softcapping")
+    return {
+        "conv_kernel_size": flat.integer("conv_kernel_size", most=MOST_SLOTS),
+        "conv_group_size": group,
+        "selector_rank": flat.integer("selector_rank"),
+        "selector_top_k": flat.integer("selector_top_k", most=flat.integer("vocab_size")),
+        "output_multiplier": flat.number("output_multiplier", 1.0, most=1e6),
+        "final_logit_softcapping": cap and flat.positive("final_logit_softcapping", cap, 1e6),
+    }
+
+
+def _refuse_others(flat: Fields, kind: str) -> None:
     """What is no Qwen3 head. The trainers copy the target's whole config, so most fields, and the
     `model_type` of a Qwen, say nothing: the architecture does, and the shapes of the tensors."""
     names = ("architectures", "model_type", "speculators_model_type", "projector_type")
     for key in names:
         said = str(flat.get(key, "")).lower()
-        others = (*OTHER_FAMILIES, *OTHER_METHODS)
+        others = (*OTHER_FAMILIES, *(m for m in OTHER_METHODS if m != kind))
         others += OTHER_ARCHITECTURES if key == "architectures" else ()
         if any(other in said for other in others):
             raise flat.refuse(key, flat.get(key))
@@ -205,7 +244,7 @@ def _refuse_others(flat: Fields) -> None:
     if not any(known in model_type for known in ("qwen3", "dspark", "dflash")):
         raise flat.refuse("model_type", flat.get("model_type"))
     for key, value in flat.fields.items():
-        if key == "dflash_config" or value is None:
+        if key == "dflash_config" or value is None or (kind == "dflash2" and key in DFLASH2):
             continue
         if key in NEUTRAL:
             is_neutral = value in NEUTRAL[key]

@@ -46,10 +46,9 @@ class Corpus:
 
     def __init__(self) -> None:
         self.notices: list[str] = []
-        self._tokens = array("i")
-        self._links = Links(ORDER, MAX_CANDIDATES)
         self._path: Path | None = None
         self._authors: WeakSet[Author] = WeakSet()
+        self.clear()
 
     @classmethod
     def kept(cls, path: Path, model: str) -> Corpus:
@@ -70,6 +69,11 @@ class Corpus:
     def join(self, author: Author) -> None:
         """`author` will be asked for its last text before the process ends."""
         self._authors.add(author)
+
+    def clear(self) -> None:
+        """Forget all texts, but for those in the file."""
+        self._tokens = array("i")
+        self._links = Links(ORDER, MAX_CANDIDATES)
 
     def finish(self) -> None:
         """Take in what nobody added yet."""

@@ -78,6 +78,15 @@ KINDS = (
         "DSparkHead",
     ),
     Kind(
+        "dflash2",
+        "a DFlash 2 head: a block in one pass, chosen among candidates one after another",
+        DRAFT_MODEL.format(name="dflash2"),
+        FOLDER,
+        "ds4cli.drafters.dflash2",
+        "DFlash2Drafter",
+        "DFlash2Head",
+    ),
+    Kind(
         "dflash",
         "a DFlash head: a block in one pass",
         DRAFT_MODEL.format(name="dflash"),
@@ -115,7 +124,6 @@ OTHERS = {
     "gemma4_assistant": "Gemma 4 assistant",
     "gemma4assistant": "Gemma 4 assistant",
     "domino": "Domino",
-    "dflash2": "DFlash 2",
     "eagle": "EAGLE 1 or 2",
 }
 CHOICES = (AUTO, *(kind.name for kind in KINDS))
