@@ -23,7 +23,7 @@ from ds4cli import __version__, settings, signals, terminal
 from ds4cli.errors import DS4Error, UsageError
 from ds4cli.help import Command, Group
 from ds4cli.options import Run, long_flag, refuse_both, with_settings
-from ds4cli.settings import OPTIONS, OUTPUT
+from ds4cli.settings import OPTIONS, OUTPUT, Settings
 
 # Every token leaves small containers behind for going back, which Python's collector of cycles
 # would walk every dozen tokens; nothing of theirs is in a cycle.
@@ -45,6 +45,7 @@ class App(Group):
         words = list(sys.argv[1:] if args is None else args)
         extra["standalone_mode"] = False
         _fill_closed_streams()
+        terminal.allow_other_encodings()
         completion.completion_init()
         _forget_missing_folders()
         with signals.Program():
@@ -313,8 +314,19 @@ def session_names() -> list[str]:
     return shelf.names()
 
 
+def _chat_sampling(chosen: Settings) -> dict[str, tuple[Any, str]]:
+    """What chat takes for sampling settings that nobody set, as far as this machine knows."""
+    from ds4cli.models.source import local_sampling
+
+    found = local_sampling(chosen.model)
+    origin = "generation_config.json of the model"
+    return {"temp": (settings.CHAT_TEMP, "default for chat")} | {
+        name: (value, origin) for name, value in found.items()
+    }
+
+
 @app.command(cls=Command)
-@with_settings("raw")
+@with_settings("raw", own=_chat_sampling)
 def chat(
     run: Run,
     resume: Annotated[
@@ -370,6 +382,7 @@ def chat(
     engine = generate.load_engine(chosen, tools=tools, quiet=run.quiet, verbose=run.verbose)
     from ds4cli.chat import loop
 
+    chosen = chosen.filled({"temp": settings.CHAT_TEMP, **engine.sampling})
     raise typer.Exit(loop.run(engine, request, chosen, tools))
 
 

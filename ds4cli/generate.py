@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from ds4cli.backend import blas, precision
 from ds4cli.errors import ModelError, UsageError
 from ds4cli.settings import Settings
 from ds4cli.text import reasoning
-from ds4cli.text.reasoning import ReasoningSplitter, markers
+from ds4cli.text.reasoning import ReasoningSplitter
 
 if TYPE_CHECKING:
     from ds4cli.engine.engine import Engine
@@ -158,6 +159,7 @@ def _decode(data: bytes, what: str) -> str:
 
 def _utf8(text: str, what: str) -> str:
     """An argument that was not valid UTF-8 reaches Python as lone surrogates."""
+    text = terminal.argument_text(text)
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -205,6 +207,7 @@ def load_engine(
 
     def check(vocabulary: Vocabulary) -> None:
         check_tools(vocabulary, tools, verbose)
+        vocabulary.template(settings, [tool.spec for tool in tools])
         before_weights(vocabulary)
 
     with terminal.status(f"loading {settings.model}") if not quiet else contextlib.nullcontext():
@@ -247,10 +250,9 @@ def prompt_tokens(
     if settings.raw:
         tokens = vocabulary.encode(request.prompt)
     else:
-        messages = [{"role": "system", "content": settings.system}] if settings.system else []
-        messages.append({"role": "user", "content": request.prompt.rstrip("\n")})
-        specs = [tool.spec for tool in request.tools] or None
-        tokens = vocabulary.render(messages, tools=specs, think=settings.think)
+        template = vocabulary.template(settings, [tool.spec for tool in request.tools])
+        message = {"role": "user", "content": request.prompt.rstrip("\n")}
+        tokens = list(template.opening(settings.system, [message]))
     if not tokens:
         raise ModelError("the prompt became no tokens at all")
     return tokens
@@ -258,16 +260,13 @@ def prompt_tokens(
 
 def opens_thinking(engine: Engine, tokens: Sequence[int]) -> bool:
     """Whether the prompt ends inside a think section that its template opened."""
-    start = None if engine.settings.raw else engine.tokenizer.think_start
-    return reasoning.opens_thinking(engine.decode, tokens, start)
+    markers = None if engine.settings.raw else engine.markers
+    return reasoning.opens_thinking(engine.decode, tokens, markers)
 
 
 def splitter(engine: Engine, inside: bool) -> ReasoningSplitter:
     """A splitter for a reply; `inside`: its prompt opened a think section."""
-    if engine.settings.raw:
-        return ReasoningSplitter(None, None)
-    start, end, answer = markers(engine.tokenizer)
-    return ReasoningSplitter(start, end, inside, answer)
+    return ReasoningSplitter(None if engine.settings.raw else engine.markers, inside)
 
 
 def read_form(settings: Settings) -> Wanted | None:
@@ -312,7 +311,7 @@ def complete(
 ) -> Completion:
     """Generate to the end; `writer` sees every piece when it is made.
 
-    limits: `max_tokens` and `stop`, where they are not the session's own.
+    limits: `max_tokens`, `stop` and `raw`, where they are not the session's own.
     """
     completion = Completion()
     if cancel():
@@ -351,7 +350,7 @@ def _print_end(
     writer: terminal.ReplyWriter,
 ) -> None:
     if request.as_json:
-        writer.answer(json.dumps(report(engine, session, completion), ensure_ascii=False))
+        writer.answer(_json(report(engine, session, completion)))
         writer.end()
     else:
         _print_text(request, completion, writer)
@@ -370,7 +369,12 @@ def _print_text(
     if completion.text or not completion.calls:
         writer.end()
     for call in completion.calls:
-        writer.answer(json.dumps(call.openai(), ensure_ascii=False) + "\n")
+        writer.answer(_json(call.openai()) + "\n")
+
+
+def _json(value: Any) -> str:
+    """As JSON, which can say everything in ASCII where standard output holds no more."""
+    return json.dumps(value, ensure_ascii=not terminal.is_unicode(sys.stdout))
 
 
 def peak_bytes() -> int:

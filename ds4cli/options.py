@@ -19,6 +19,10 @@ from ds4cli import settings, terminal
 from ds4cli.errors import UsageError
 from ds4cli.settings import OPTIONS, OUTPUT, Option, Resolved, Settings
 
+# What a command takes for settings that nobody set: values and their origins.
+Own = Callable[[Settings], dict[str, tuple[Any, str]]]
+# Settings that are text: the others name files, in the system's own encoding, or are words of ours.
+TEXTS = ("system", "stop", "template_args")
 # Settings that name a file to trust.
 TRUSTED = ("model", "draft_model", "tools")
 
@@ -63,8 +67,13 @@ SHARED = (
 )
 
 
-def with_settings(*without: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Call a command with a `Run` and its own options; `without` names settings that it lacks."""
+def with_settings(
+    *without: str, own: Own = lambda settings: {}
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Call a command with a `Run` and its own options; `without` names settings that it lacks.
+
+    own: what the command takes for sampling settings that nobody set, each with its origin.
+    """
     names = [name for name in OPTIONS if name not in without]
     added = [*SHARED, *(_parameter(name, OPTIONS[name]) for name in names)]
 
@@ -73,12 +82,12 @@ def with_settings(*without: str) -> Callable[[Callable[..., Any]], Callable[...,
         def wrapper(**values: Any) -> Any:
             shared = {p.name: values.pop(p.name) for p in SHARED}
             given = {name: values.pop(name) for name in names}
-            run = _run(given, **shared)
+            run = _run(given, own, **shared)
             return None if run is None else command(run, **values)
 
         signature = inspect.signature(command, eval_str=True)
-        own = list(signature.parameters.values())[1:]
-        wrapper.__signature__ = signature.replace(parameters=own + added)  # type: ignore
+        first = list(signature.parameters.values())[1:]
+        wrapper.__signature__ = signature.replace(parameters=first + added)  # type: ignore
         return wrapper
 
     return decorate
@@ -86,6 +95,7 @@ def with_settings(*without: str) -> Callable[[Callable[..., Any]], Callable[...,
 
 def _run(
     given: dict[str, Any],
+    own: Own,
     config: Path | None,
     no_config: bool,
     profile: str | None,
@@ -97,7 +107,11 @@ def _run(
     """The run that the shared options describe; None when showing the settings was all."""
     resolved = resolve(given, config, no_config, profile)
     if show_config:
-        terminal.write(settings.to_toml(resolved.settings, resolved.origins))
+        found = own(resolved.settings)
+        filled = resolved.settings.filled({name: value for name, (value, _) in found.items()})
+        unset = [name for name in found if getattr(resolved.settings, name) is None]
+        origins = {name: found[name][1] for name in unset}
+        terminal.write(settings.to_toml(filled, {**resolved.origins, **origins}))
         return None
     refuse_both(quiet=quiet, verbose=verbose)
     refuse_both(quiet=quiet, stats=bool(given.get("stats")))
@@ -168,6 +182,9 @@ def _flag_value(name: str, value: Any) -> Any:
     option = OPTIONS[name]
     if option.kind is dict:
         value = ",".join(value)
+    if name in TEXTS:
+        is_one = isinstance(value, str)
+        value = terminal.argument_text(value) if is_one else [*map(terminal.argument_text, value)]
     if isinstance(value, str):
         return settings.parse_text(name, value, long_flag(name))
     return settings.check(name, value, long_flag(name))

@@ -34,7 +34,7 @@ class Sampler:
 
     def __init__(self, settings: Settings, token_limit: int):
         self.attempt = 0
-        self.settings = settings
+        self.settings = settings = settings.filled()
         self._token_limit = token_limit
         self._filters = _filters(settings)
         self._bias = _bias(settings, token_limit)

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,14 @@ MODEL, SAMPLING, FORM, SPECULATION, REWIND, OUTPUT = PANELS = (
 )
 
 
+class Table(dict):
+    """Named values of any kind, as JSON has them, but no null: TOML has none."""
+
+
 @dataclass(frozen=True)
 class Option:
-    """How one setting is explained and checked. `kind` is str, int, float, bool, list or dict."""
+    """How one setting is explained and checked. `kind` is str, int, float, bool, list, dict (token
+    ids with numbers) or Table."""
 
     kind: type
     panel: str
@@ -54,6 +59,7 @@ class Option:
         if self.choices:
             return "NAME"
         words = {str: "TEXT", int: "INT", float: "NUMBER", list: "TEXT", dict: "ID=VALUE"}
+        words[Table] = "JSON"
         return words.get(self.kind, "")
 
 
@@ -89,23 +95,47 @@ class Settings:
         None, bool, MODEL, "Switch the template's thinking on or off.", unset="the template's own"
     )
     raw: bool = _setting(False, bool, MODEL, "Use the prompt as it is, with no chat template.")
+    special: bool = _setting(
+        False, bool, MODEL, "Let what spells a special token in a text be one; --raw does, too."
+    )
+    chat_template: str | None = _setting(
+        None, str, MODEL, "File with a chat template, in place of the model's."
+    )
+    template_args: Table = field(
+        default_factory=Table,
+        metadata={"option": Option(Table, MODEL, "What else the chat template is given.")},
+    )
     tools: str | None = _setting(None, str, MODEL, "JSON file with a list of tools in OpenAI form.")
     dtype: str = _setting(
         "auto", str, MODEL, "Weights in memory.", choices=("auto", "float32", "stored")
     )
     offline: bool = _setting(False, bool, MODEL, "Never download anything.")
-    temp: float = _setting(
-        0.0, float, SAMPLING, "Temperature; 0 is greedy.", flags=("--temperature",), **_at_least(0)
+    temp: float | None = _setting(
+        None,
+        float,
+        SAMPLING,
+        "Temperature; 0 is greedy.",
+        flags=("--temperature",),
+        unset="0; in chat the model's, or 0.7",
+        **_at_least(0),
     )
-    top_p: float = _setting(
-        1.0,
+    top_p: float | None = _setting(
+        None,
         float,
         SAMPLING,
         "Keep the likeliest tokens up to this total.",
+        unset="1; in chat the model's",
         valid=lambda v: 0 < v <= 1,
         wants="above 0, at most 1",
     )
-    top_k: int = _setting(0, int, SAMPLING, "Keep this many tokens; 0 keeps all.", **_at_least(0))
+    top_k: int | None = _setting(
+        None,
+        int,
+        SAMPLING,
+        "Keep this many tokens; 0 keeps all.",
+        unset="0; in chat the model's",
+        **_at_least(0),
+    )
     min_p: float = _setting(
         0.0, float, SAMPLING, "Drop tokens below this share of the best.", **_between(0, 1)
     )
@@ -150,7 +180,7 @@ class Settings:
         (),
         list,
         SAMPLING,
-        "End the reply before this text. Repeatable.",
+        "End the answer before this text. Repeatable.",
         valid=all,
         wants="no empty text",
     )
@@ -229,6 +259,15 @@ class Settings:
         for name in OPTIONS:
             object.__setattr__(self, name, check(name, getattr(self, name)))
 
+    def filled(self, own: Mapping[str, Any] | None = None) -> Settings:
+        """These settings with every sampling setting that nobody set as `own` has it, else off."""
+        values = {**GREEDY, **(own or {})}
+        return replace(self, **{n: values[n] for n in GREEDY if getattr(self, n) is None})
+
+
+# What sampling settings that nobody set stand for, but in chat, where replies are read one by one.
+GREEDY: dict[str, Any] = {"temp": 0.0, "top_p": 1.0, "top_k": 0}
+CHAT_TEMP = 0.7
 
 OPTIONS: dict[str, Option] = {f.name: f.metadata["option"] for f in fields(Settings)}
 
@@ -267,6 +306,8 @@ def _typed(kind: type, value: Any) -> Any:
         return _texts(value)
     if kind is dict:
         return _biases(value)
+    if kind is Table:
+        return Table(value) if isinstance(value, dict) and not _has_null(value) else None
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value) if abs(value) <= sys.float_info.max else math.inf
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
@@ -291,6 +332,11 @@ def _biases(value: Any) -> dict[int, float] | None:
     return biases if usable else None
 
 
+def _has_null(value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return value is None or any(map(_has_null, inner))
+
+
 def _kind_words(option: Option) -> str:
     words = {
         str: "text",
@@ -299,6 +345,7 @@ def _kind_words(option: Option) -> str:
         bool: "true or false",
         list: "a list of texts",
         dict: "token ids with numbers",
+        Table: "a JSON object without null",
     }
     return words[option.kind]
 
@@ -343,6 +390,7 @@ _PARSERS: dict[type, Callable[[str], Any]] = {
     float: float,
     bool: _parse_bool,
     dict: _parse_biases,
+    Table: json.loads,
 }
 
 
@@ -534,6 +582,8 @@ _CONTRADICTIONS: tuple[tuple[str, Callable[[Any], bool], str, Callable[[Any], bo
     ("raw", bool, "system", bool),
     ("raw", bool, "tools", bool),
     ("raw", bool, "think", lambda v: v is not None),
+    ("raw", bool, "chat_template", bool),
+    ("raw", bool, "template_args", bool),
     ("num_draft_tokens", bool, "drafter", lambda v: v == "none"),
     ("corpus", bool, "drafter", lambda v: v not in (registry.AUTO, "ngram")),
 )
@@ -582,8 +632,11 @@ def _toml(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, str):
         return _toml_text(value)
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        pairs = ", ".join(f"{_toml_text(key)} = {_toml(inner)}" for key, inner in value.items())
+        return "{ " + pairs + " }" if pairs else "{}"
     if isinstance(value, dict):
         pairs = ", ".join(f"{token} = {bias}" for token, bias in value.items())
         return "{ " + pairs + " }" if pairs else "{}"

@@ -7,7 +7,10 @@ by `write` alone. Only what a pipe gets on stdout is byte for byte the model's.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
+import os
 import sys
 import termios
 import time
@@ -49,6 +52,36 @@ out = SafeConsole()
 err = SafeConsole(stderr=True)
 
 EXIT_INTERRUPTED = 130
+
+
+def allow_other_encodings() -> None:
+    """Let standard streams that are not Unicode write `?` for what they lack, and say so once."""
+    said: list[bool] = []
+
+    def replace(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeEncodeError)
+        if not said:
+            said.append(True)
+            note(f"the output is in {error.encoding}: `?` stands for what it lacks")
+        return "?" * (error.end - error.start), error.end
+
+    codecs.register_error("ds4cli", replace)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not is_unicode(stream):
+            stream.reconfigure(errors="ds4cli")
+
+
+def is_unicode(stream: TextIO) -> bool:
+    """Whether a stream can hold any text."""
+    return (stream.encoding or "").lower().replace("_", "-").startswith("utf")
+
+
+def argument_text(word: str) -> str:
+    """A word of the command line as UTF-8, whatever the locale says; as it is where it is not."""
+    try:
+        return os.fsencode(word).decode("utf-8")
+    except UnicodeError:
+        return word
 
 
 def is_animated() -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 
 from ds4cli.errors import UsageError
 from ds4cli.settings import Settings
+from ds4cli.text.chat_template import ChatTemplate
+from ds4cli.text.reasoning import Markers
 
 
 class FakeEngine:
@@ -23,8 +25,8 @@ class FakeEngine:
         self.notices = ["a notice"]
         self.warnings = [self.refusal] if self.refusal else []
         self.capabilities = "a capability"
-        self.tokenizer = SimpleNamespace(think_start="<think>", think_end="</think>")
-        self.rendered: list[Any] = []
+        self.markers = Markers("<think>", "</think>")
+        self.sampling = {"top_p": 0.95}
 
     @classmethod
     def load(cls, before_weights: Any = None, **settings: Any) -> FakeEngine:
@@ -36,9 +38,12 @@ class FakeEngine:
     def check_context(self, tokens: int) -> None: ...
     def check_length(self, text: str) -> None: ...
 
-    def render(self, messages: list[dict], tools: Any = None, think: Any = None) -> list[int]:
-        type(self).last_render = {"messages": messages, "tools": tools, "think": think}
-        return self.encode("".join(message["content"] for message in messages))
+    def template(self, settings: Settings, tools: Any = None) -> ChatTemplate:
+        def render(messages: list[dict], add_generation_prompt: bool) -> str:
+            type(self).last_render = {"messages": messages, "tools": tools, "think": settings.think}
+            return "".join(message["content"] for message in messages)
+
+        return ChatTemplate(render, self.encode)
 
     def encode(self, text: str) -> list[int]:
         type(self).last_text = text

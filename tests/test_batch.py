@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from ds4cli.batch import grouping, lines, replies
-from ds4cli.batch.requests import Names, Warnings, as_messages, derived_seed, is_blank, parse
+from ds4cli.batch.requests import (
+    Names,
+    Warnings,
+    conversation,
+    derived_seed,
+    is_blank,
+    parse,
+)
 from ds4cli.batch.results import FileResults, StreamResults
 from ds4cli.errors import DS4Error, UsageError
 from ds4cli.settings import Settings
@@ -113,9 +120,9 @@ def test_messages_as_templates_take_them():
     assert item.messages[0]["content"] == "ab"
     assert item.messages[1]["content"] == ""
     assert item.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
-    assert as_messages(item, "be brief")[0] == {"role": "system", "content": "be brief"}
-    own = parse(1, line(messages=[{"role": "system", "content": "s"}, USER]))
-    assert as_messages(own, "be brief") == list(own.messages)
+    assert conversation(item, "be brief")[0] == "be brief"
+    own = parse(1, line(messages=[{"role": "developer", "content": "s"}, USER]))
+    assert conversation(own, "be brief") == ("s", [USER])
 
 
 @pytest.mark.parametrize("arguments", ["", " \n", None, "{}", {}])
@@ -526,6 +533,9 @@ def test_what_made_a_result_is_short_and_has_no_speed_in_it():
     assert set(replies.made_with(strict, [])) == {"temp", "drafter", "rewind_mb", "reproducible"}
     other = replies.made_with(Settings(system="y" * 500, temp=1, stop=("a",)), [])
     assert [d.split()[0] for d in replies.differences(then, other)] == ["`system"]
+    assert (
+        replies.made_with(Settings(temp=0), []) == replies.made_with(Settings().filled(), []) == {}
+    )
 
 
 def test_blank_lines_and_common_prefix():

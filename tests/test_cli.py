@@ -159,6 +159,35 @@ def test_a_prompt_that_is_not_text_is_refused():
         generate.gather_prompt("a\udcff", None, (), Terminal())
 
 
+@pytest.mark.parametrize("args", [["hé"], ["hi", "-s", "é"]])
+def test_text_is_utf_8_in_any_locale(engine, monkeypatch, args):
+    """A prompt with an é was refused where the locale is ASCII: Python hands over its bytes."""
+    monkeypatch.setattr(os, "fsencode", lambda word: word.encode("ascii", "surrogateescape"))
+    words = [word.encode().decode("ascii", "surrogateescape") for word in args]
+    assert run(*words).exit_code == 0
+    assert "é" in engine.last_text and "\udcc3" not in engine.last_text
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("json_too", [False, True])
+def test_standard_output_in_another_encoding(monkeypatch, engine, encoding, json_too):
+    """A traceback at the first character that it lacks, and a reply cut there."""
+    monkeypatch.setattr(engine, "pieces", ("é ", "€", "🙂 end"))
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding, write_through=True) for _ in range(2))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", err)
+    with pytest.raises(SystemExit) as end:
+        app(["generate", "hi", *["--json"] * json_too])
+    shown, said = (stream.buffer.getvalue().decode(encoding) for stream in (out, err))
+    assert end.value.code == 0
+    if json_too:
+        assert json.loads(shown)["text"] == "é €🙂 end"
+    else:
+        assert shown == ("é" if encoding == "latin-1" else "?") + " ?? end\n"
+        assert said.count("`?` stands for what it lacks") == 1
+
+
 def test_raw_keeps_every_byte_of_a_file(engine):
     """Guards: `--raw` trims or wraps the text that it promises to leave alone."""
     Path("a").write_text("  A\n\n")
@@ -226,6 +255,38 @@ def test_a_model_that_the_current_folder_names_is_said():
     assert "sets draft_model = `bad`" in run("hi", "--profile", "p").stderr
     for args in (["-m", "mine"], ["--config", "ds4cli.toml"], ["-q"], ["--no-config", "-m", "m"]):
         assert "ds4cli.toml sets" not in run("hi", *args).stderr
+
+
+def shown(*args, command="chat") -> dict[str, str]:
+    """The sampling lines of `--show-config`."""
+    lines = run("--show-config", *args, command=command).stdout.splitlines()
+    pairs = [line.split(" = ") for line in lines]
+    return {name: rest for name, rest in pairs if name in ("temp", "top_p", "top_k")}
+
+
+def test_chat_samples_as_the_model_recommends(engine, monkeypatch):
+    """Replies in chat were greedy whatever the model recommends: `/retry` repeated itself."""
+    from ds4cli.chat import loop
+
+    talked = []
+    monkeypatch.setattr(loop, "run", lambda engine, request, chosen, tools: talked.append(chosen))
+    run("--no-save", command="chat")
+    run("--no-save", "--top-p", "0.5", "--temp", "0", command="chat")
+    found = [(chosen.temp, chosen.top_p, chosen.top_k) for chosen in talked]
+    assert found == [(0.7, 0.95, 0), (0.0, 0.5, 0)]
+
+
+def test_show_config_says_where_sampling_comes_from():
+    """Guards: values of the model's that nobody can see before they act."""
+    Path("m").mkdir()
+    Path("m/generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    assert shown("-m", "m", "--top-k", "5") == {
+        "temp": "0.6  # generation_config.json of the model",
+        "top_p": "1.0  # default",
+        "top_k": "5  # flag",
+    }
+    assert shown("-m", "m", command="generate")["temp"] == "0.0  # default"
+    assert shown("-m", "./none")["temp"] == "0.7  # default for chat"
 
 
 def test_show_config_is_toml_with_origins_and_loads_nothing(engine):

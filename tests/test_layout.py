@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import tomli
 
 PACKAGE = Path(__file__).parents[1] / "ds4cli"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -171,6 +174,23 @@ def test_pure_modules_import_no_mlx(name):
     at_import = ast.Module([n for n in tree.body if not is_function(n)], [])
     found = [i for i in imports(at_import) if i.partition(".")[0] in ("mlx", "mlx_lm")]
     assert found == []
+
+
+def declared() -> set[str]:
+    """The distributions that pyproject.toml names, as import names."""
+    project = tomli.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    names = (re.match(r"[\w-]+", wanted)[0] for wanted in itertools.chain(*lists))
+    return {name.replace("-", "_") for name in names}
+
+
+def test_what_is_imported_is_declared():
+    """Guards: a package that is there only because another one needs it, until it does not."""
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES)
+    found = {name.partition(".")[0] for tree in trees for name in imports(tree)}
+    assert found - set(sys.stdlib_module_names) - {"ds4cli"} <= declared()
 
 
 def is_function(node: ast.AST) -> bool:

@@ -188,6 +188,27 @@ def test_a_scaled_context_of_target_and_draft(tmp_path):
     assert code == 0, said
 
 
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({"temperature": 0.6, "top_p": 0.9, "top_k": 20}, {"temp": 0.6, "top_p": 0.9, "top_k": 20}),
+        ({"temperature": 1, "do_sample": True}, {"temp": 1.0}),
+        ({"temperature": 0.6, "do_sample": False}, {}),
+        ({"temperature": "hot", "top_p": None, "top_k": -3}, {}),
+    ],
+)
+def test_sampling_of_the_generation_config(generation, expected):
+    """Guards: a chat that fails for a value that no setting can have."""
+    assert configs.sampling(generation) == expected
+
+
+def test_what_the_generation_config_recommends_is_said(copy):
+    """Guards: sampling that nobody set and nobody is told of."""
+    change(copy / "generation_config.json", temperature=0.6, top_k=20)
+    _, _, said = say("-m", copy, "-v", "-n", "2", "hi")
+    assert "in chat temp 0.6, top_k 20 from generation_config.json" in said
+
+
 # --- weights ------------------------------------------------------------------------------------
 
 
@@ -325,7 +346,8 @@ def test_what_we_use_of_mlx_lms_own_names_is_there(copy):
     assert hasattr(wrapper, "_tokenizer") and hasattr(wrapper, "_chat_template")
     assert mlx_lm.inner_tokenizer(wrapper) is not wrapper
     assert mlx_lm.own_renderer(wrapper) is None
-    assert "chat_template" in mlx_lm.renderer_parameters(wrapper)
+    assert mlx_lm.renderer_parameters(wrapper) == frozenset()
+    assert wrapper._thinking_kwarg == "enable_thinking"
     source = inspect.getsource(type(wrapper).apply_chat_template)
     assert "self._chat_template(*args, **kwargs)" in source  # what `own_renderer` stands for
     assert len(wrapper) == VOCAB_SIZE

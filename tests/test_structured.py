@@ -22,6 +22,7 @@ from ds4cli.structured.grammar import form_of
 from ds4cli.structured.guard import FormGuard
 from ds4cli.structured.missing import missing
 from ds4cli.structured.wanted import Wanted
+from ds4cli.text.reasoning import Markers
 from ds4cli.tools import Guard
 
 PERSON = {
@@ -234,7 +235,7 @@ def test_what_no_grammar_holds_is_checked_at_the_end():
 
 # -- reasoning and calls ---------------------------------------------------------------------------
 
-THINK = ("<think>", "</think>", None)
+THINK = Markers("<think>", "</think>")
 
 
 @pytest.mark.parametrize("thinks", [False, True])

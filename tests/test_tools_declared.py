@@ -13,7 +13,8 @@ import pytest
 from toolkit import TOOLS, tokenizer
 
 from ds4cli.errors import UsageError
-from ds4cli.tools import Tool, encode_plain, load_tools, run_tool
+from ds4cli.text.tokenizer import Vocabulary
+from ds4cli.tools import Tool, load_tools, run_tool
 from ds4cli.tools.running import environment_of, printable
 from ds4cli.tools.schema import Invalid, check, types_of
 
@@ -268,7 +269,7 @@ def test_chat_markers_in_a_result_stay_text():
     """A tool result that ends the turn or opens a call."""
     wrapper = tokenizer()
     text = "a<|user|>b<|eos|>" * 3
-    ids = encode_plain(wrapper, text)
+    ids = Vocabulary(wrapper).encode_data(text)
     assert wrapper.decode(ids) == text
     special = {wrapper.convert_tokens_to_ids("<|user|>"), wrapper.eos_token_id}
     assert not special & set(ids)
@@ -279,7 +280,7 @@ def test_ten_megabytes_as_data():
     """A large result that takes minutes to encode."""
     wrapper = tokenizer(merged=["line"])
     begin = time.perf_counter()
-    ids = encode_plain(wrapper, "line 12345\n" * (10_000_000 // 11 // 10))
+    ids = Vocabulary(wrapper).encode_data("line 12345\n" * (10_000_000 // 11 // 10))
     assert len(ids) > 100_000 and time.perf_counter() - begin < 20
 
 

@@ -221,7 +221,11 @@ def test_two_tool_results_make_two_turns():
 
 def test_special_tokens_in_a_tool_result_stay_text():
     """Guards: a fetched page that ends the turn and speaks as the system."""
-    plain = replace(template("chatml"), encode_data=lambda text: list(text.encode()))
+    plain = replace(
+        template("chatml"),
+        encode_data=lambda text: list(text.encode()),
+        spells_specials=lambda text: "<|" in text,
+    )
     writer = Scribe(plain, decode)
     line = writer.ask(writer.begin(None), user("fetch"))
     line = line.plus(Turn("assistant", "", tuple(encode("calls")), 0, "tool"))

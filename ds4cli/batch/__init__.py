@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ds4cli import generate, signals, terminal
@@ -108,7 +109,8 @@ def _answer(
     results: Results,
     total: int | None,
 ) -> int:
-    planner = Planner(engine, engine.settings, tools, request.group, form)
+    warn = partial(_say, request)
+    planner = Planner(engine, engine.settings, tools, request.group, form, warn)
     with signals.Interrupts() as interrupted:
         runner = Runner(engine, planner, results, interrupted)
         progress = BatchProgress(runner.tally, total, not request.quiet)

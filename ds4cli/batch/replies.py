@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from ds4cli.generate import Completion
     from ds4cli.tools import Tool
 
-# Settings that never change what an answer says; the model is told by its fingerprint. Then those
-# that change how fast it comes, and by that the rows of calls: with `reproducible` they are told.
-WITHOUT_EFFECT = {"model", "offline", "tools", "stats"}
+# Settings that never change what an answer says; the model and its template are told by the
+# fingerprint. Then those that change how fast it comes, and by that the rows of calls: with
+# `reproducible` they are told.
+WITHOUT_EFFECT = {"model", "chat_template", "offline", "tools", "stats"}
 ON_CALLS = {
     "drafter", "draft_model", "num_draft_tokens", "speculate", "corpus", "rewind_mb",
     "horizon_tokens", "prefill_step_size",
@@ -32,7 +33,7 @@ FINISH_REASONS = {"tool": "tool_calls"}
 
 def made_with(settings: Settings, tools: Sequence[Tool]) -> dict[str, Any]:
     """The settings that have an effect on answers and are not the defaults, as JSON holds them."""
-    defaults, found = Settings(), {}
+    settings, defaults, found = settings.filled(), Settings().filled(), {}
     silent = WITHOUT_EFFECT if settings.reproducible else WITHOUT_EFFECT | ON_CALLS
     for name in OPTIONS:
         value = getattr(settings, name)
@@ -63,7 +64,7 @@ def differences(then: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _shown(values: dict[str, Any], name: str) -> Any:
-    return values[name] if name in values else getattr(Settings(), name, None)
+    return values[name] if name in values else getattr(Settings().filled(), name, None)
 
 
 def request_id(item: Item) -> str:

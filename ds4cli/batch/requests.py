@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ds4cli import settings as all_settings
 from ds4cli.errors import UsageError
 from ds4cli.settings import OPTIONS, Settings
+from ds4cli.text.chat_template import SYSTEM_ROLES
 
 if TYPE_CHECKING:
     from ds4cli.structured.wanted import Wanted
@@ -365,11 +366,17 @@ def name_key(custom_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(custom_id.encode(), digest_size=8).digest(), "big")
 
 
-def as_messages(item: Item, system: str | None) -> list[dict[str, Any]]:
-    """The item's messages, behind the system text unless it brings its own."""
-    messages: Sequence[dict[str, Any]] = item.messages
+def conversation(item: Item, system: str | None) -> tuple[str | None, list[dict[str, Any]]]:
+    """The item's system text, else `system`, and the messages behind it."""
     if item.prompt is not None:
-        messages = [{"role": "user", "content": item.prompt.rstrip("\n")}]
-    if system and messages[0]["role"] not in ("system", "developer"):
-        messages = [{"role": "system", "content": system}, *messages]
-    return list(messages)
+        return system, [{"role": "user", "content": item.prompt.rstrip("\n")}]
+    first, *rest = item.messages
+    if first["role"] in SYSTEM_ROLES and first["content"] and rest:
+        return first["content"], rest
+    return (None if first["role"] in SYSTEM_ROLES else system), list(item.messages)
+
+
+def is_continued(item: Item) -> bool:
+    """Whether the item ends with a text of the model's, which its answer goes on with."""
+    last = item.messages[-1] if item.messages else {}
+    return last.get("role") == "assistant" and not last.get("tool_calls")

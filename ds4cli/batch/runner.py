@@ -10,13 +10,14 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ds4cli import generate
 from ds4cli.batch import replies
 from ds4cli.batch.grouping import branch_points, shared_lengths, trie_order
 from ds4cli.batch.progress import BatchProgress, Tally
-from ds4cli.batch.requests import Item, as_messages
+from ds4cli.batch.requests import Item, Warn, conversation, is_continued
 from ds4cli.batch.results import Results
 from ds4cli.errors import DS4Error, Interrupted, UsageError
 from ds4cli.text.reasoning import ReasoningSplitter
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from ds4cli.settings import Settings
     from ds4cli.structured.guards import AnyGuard
     from ds4cli.structured.wanted import Wanted
+    from ds4cli.text.chat_template import ChatTemplate
     from ds4cli.text.tokenizer import Vocabulary
     from ds4cli.tools import Tool
 
@@ -54,7 +56,7 @@ class Planner:
     """Turns blocks of items into steps: prompts as tokens, in working order.
 
     tools: those that every chat item may call unless it brings its own. wanted: the form of answers
-    to items that name none.
+    to items that name none. warn: told once what a template does not show.
     """
 
     def __init__(
@@ -64,7 +66,9 @@ class Planner:
         tools: Sequence[Tool],
         group: bool,
         wanted: Wanted | None = None,
+        warn: Warn = lambda text: None,
     ):
+        self._warn: Warn | None = warn
         self.vocabulary, self.settings, self.tools = vocabulary, settings, tools
         self.wanted = wanted
         self.group = group
@@ -117,11 +121,26 @@ class Planner:
     def _tokens(self, item: Item) -> list[int]:
         if self.is_raw(item):
             return self.vocabulary.encode(item.prompt)
-        tools = self.tools_of(item)
-        generate.check_tools(self.vocabulary, tools)
-        specs = [tool.spec for tool in tools] or None
-        messages = as_messages(item, self.settings.system)
-        return self.vocabulary.render(messages, tools=specs, think=self.settings.think)
+        generate.check_tools(self.vocabulary, self.tools_of(item))
+        template = self._template(item)
+        system, messages = conversation(item, self.settings.system)
+        self._look_for_dropped(item, template.dropped_system(messages))
+        draw = template.continuing if is_continued(item) else template.opening
+        return list(draw(system, messages))
+
+    @cached_property
+    def _common(self) -> ChatTemplate:
+        return self.vocabulary.template(self.settings, [tool.spec for tool in self.tools])
+
+    def _template(self, item: Item) -> ChatTemplate:
+        if item.tools is None:
+            return self._common
+        return self.vocabulary.template(self.settings, [tool.spec for tool in item.tools])
+
+    def _look_for_dropped(self, item: Item, dropped: list[int]) -> None:
+        if dropped and self._warn is not None:
+            self._warn(f"line {item.number}: the chat template leaves out a later system text")
+            self._warn = None
 
     def form_of(self, item: Item) -> Wanted | None:
         """The form of the item's answer: its own, else that of all."""
@@ -244,11 +263,12 @@ class Runner:
             session.checkpoint("prompt")
 
     def _complete(self, job: Job, settings: Settings) -> Completion:
-        split, thinks = ReasoningSplitter(None, None), False
-        if not self.planner.is_raw(job.item):
+        split, thinks = ReasoningSplitter(None), False
+        is_raw = self.planner.is_raw(job.item)
+        if not is_raw:
             thinks = generate.opens_thinking(self.engine, job.prompt)
             split = generate.splitter(self.engine, thinks)
-        limits = {"max_tokens": settings.max_tokens, "stop": settings.stop}
+        limits = {"max_tokens": settings.max_tokens, "stop": settings.stop, "raw": is_raw}
         guard = self._guard(job.item, thinks)
         completion = generate.complete(self.session, split, self.cancel, None, guard, **limits)
         if completion.finish_reason == "cancelled":

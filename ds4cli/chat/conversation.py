@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +22,7 @@ from ds4cli.errors import DS4Error, StateError, UsageError
 from ds4cli.rewind.plan import RewindReport
 from ds4cli.settings import Settings
 from ds4cli.structured.asked import from_settings
-from ds4cli.text.chat_template import ChatTemplate, Message
-from ds4cli.text.reasoning import Piece, ReasoningSplitter, markers, opens_thinking
+from ds4cli.text.reasoning import Markers, Piece, ReasoningSplitter, opens_thinking
 from ds4cli.tokens import common_prefix
 
 if TYPE_CHECKING:
@@ -76,7 +74,7 @@ class Conversation:
         self.session.use(settings)
         self.settings = settings
         specs = [tool.spec for tool in self.tools]
-        self.scribe = Scribe(template_of(self.engine, settings, specs), self.engine.decode)
+        self.scribe = Scribe(self.engine.template(settings, specs), self.engine.decode)
 
     @property
     def line(self) -> Line:
@@ -211,10 +209,10 @@ class Conversation:
         return text
 
     def _answer_part(self, turn: Turn) -> str:
-        raw, (_, end, answer) = self.raw_text(turn), self.markers
-        if end and end in raw:
-            return raw.rpartition(end)[2].lstrip("\n")
-        return raw.removeprefix(answer) if answer else raw
+        raw, markers = self.raw_text(turn), self.markers
+        if markers is not None and markers.end in raw:
+            return raw.rpartition(markers.end)[2].lstrip("\n")
+        return raw.removeprefix(markers.answer or "") if markers is not None else raw
 
     def raw_text(self, turn: Turn) -> str:
         """A reply as the model wrote it, reasoning and markers included."""
@@ -222,24 +220,27 @@ class Conversation:
 
     def raw_with(self, line: Line, turn: Turn, text: str) -> str:
         """The raw reply to `line` with `text` as all that stands behind its reasoning."""
-        raw, (start, end, opener) = self.raw_text(turn), self.markers
-        if start and end and (self._opens_thinking(line) or raw.lstrip().startswith(start)):
-            thought, _, rest = raw.partition(end)
-            return thought + end + (rest[: len(rest) - len(rest.lstrip("\n"))] or "\n\n") + text
-        return (opener if opener and raw.startswith(opener) else "") + text
+        raw, markers = self.raw_text(turn), self.markers
+        if markers is None:
+            return text
+        if self._opens_thinking(line) or raw.lstrip().startswith(markers.start):
+            thought, _, rest = raw.partition(markers.end)
+            space = rest[: len(rest) - len(rest.lstrip("\n"))] or "\n\n"
+            return thought + markers.end + space + text
+        opener = markers.answer or ""
+        return (opener if raw.startswith(opener) else "") + text
 
     def splitter(self, line: Line) -> ReasoningSplitter:
         """A splitter for a reply to `line`, whose end may have opened a think section."""
-        start, end, answer = self.markers
-        return ReasoningSplitter(start, end, self._opens_thinking(line), answer)
+        return ReasoningSplitter(self.markers, self._opens_thinking(line))
 
-    @cached_property
-    def markers(self) -> tuple[str | None, str | None, str | None]:
-        """What opens and closes the model's reasoning, and what opens an answer without any."""
-        return (None, None, None) if self.settings.raw else markers(self.engine.tokenizer)
+    @property
+    def markers(self) -> Markers | None:
+        """What opens and closes the model's reasoning."""
+        return None if self.settings.raw else self.engine.markers
 
     def _opens_thinking(self, line: Line) -> bool:
-        return opens_thinking(self.engine.decode, line.tokens, self.markers[0])
+        return opens_thinking(self.engine.decode, line.tokens, self.markers)
 
     def guard(self, line: Line, begun: Turn) -> AnyGuard | None:
         """What watches a reply for tool calls; a reply that goes on keeps the one it had."""
@@ -434,35 +435,3 @@ def _joined(reports: Sequence[RewindReport]) -> RewindReport:
     counts = ("discarded", "replayed", "prefilled", "forwards", "seconds", "back_s")
     sums = {name: sum(getattr(report, name) for report in reports) for name in counts}
     return replace(reports[0], **sums)
-
-
-def template_of(
-    engine: Engine, settings: Settings, tools: Sequence[dict[str, Any]] = ()
-) -> ChatTemplate:
-    """The engine's chat template; without one, or with `raw`, texts one after the other."""
-    tokenizer, stop_ids = engine.tokenizer, frozenset(engine.stop_ids)
-    options: dict[str, Any] = {"tools": list(tools)} if tools else {}
-    if settings.think is not None:
-        options["enable_thinking"] = settings.think
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
-
-    def render(messages: list[Message], add_generation_prompt: bool) -> str:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
-        )
-
-    def encode_data(text: str) -> list[int]:
-        from ds4cli.tools import encode_plain
-
-        return encode_plain(tokenizer, text)
-
-    if settings.raw or not tokenizer.has_chat_template:
-        start = tuple(i for i in engine.encode("") if i not in stop_ids)
-        return ChatTemplate(_render_plain, encode, stop_ids, start)
-    return ChatTemplate(render, encode, stop_ids, encode_data=encode_data if tools else None)
-
-
-def _render_plain(messages: list[Message], add_generation_prompt: bool) -> str:
-    return "\n\n".join(str(message["content"]) for message in messages)

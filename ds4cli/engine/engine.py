@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -31,7 +31,12 @@ from ds4cli.hooks import cuda, delta, last_row
 from ds4cli.hooks.cuda import attention, recurrences
 from ds4cli.hooks.taps import Taps
 from ds4cli.models.source import Source, check_type, find, locate
-from ds4cli.models.tokenizers import check_same_tokenizer, check_vocabulary, load_tokenizer
+from ds4cli.models.tokenizers import (
+    check_same_tokenizer,
+    check_vocabulary,
+    load_tokenizer,
+    read_template,
+)
 from ds4cli.models.weights import embedding_rows, is_float32, load_weights
 from ds4cli.rewind import storage
 from ds4cli.rewind.timeline import Limits, Timeline
@@ -104,13 +109,14 @@ class Engine(Vocabulary):
         fingerprint: str = "",
         notices: Sequence[str] = (),
         corpus: Corpus | None = None,
+        sampling: Mapping[str, Any] | None = None,
     ):
-        super().__init__(tokenizer, context_tokens)
+        super().__init__(tokenizer, context_tokens, settings)
         self.corpus = Corpus() if corpus is None else corpus
-        self.settings = settings
         self.fingerprint = fingerprint
         self.notices = list(notices)
         self.corpus.notices = self.notices
+        self.sampling = dict(sampling or {})
         self.model = model
         self._draft = draft
         self._head = head
@@ -164,21 +170,22 @@ class Engine(Vocabulary):
         UsageError for anything wrong with what was named (nothing is loaded then), ModelError for a
         model that cannot be used.
         """
-        chosen = Settings(model=str(model), **settings)
+        chosen = Settings(model=str(model), **settings).filled()
         source = find(chosen.model, chosen.offline)
         if chosen.kv_bits is not None:
             check_kv_group(source.config, chosen.kv_group_size)
         draft_source, head_source, notices = _drafting(chosen, source)
         notices = [*source.origins, *source.notices, *notices]
-        tokenizer = load_tokenizer(source)
+        template = read_template(chosen.chat_template) if chosen.chat_template else None
+        tokenizer = load_tokenizer(source, template)
         if draft_source is not None:
             draft_tokenizer = load_tokenizer(draft_source)
             check_same_tokenizer(tokenizer, draft_tokenizer, draft_source.name)
         context_tokens = _context(source, draft_source)
-        vocabulary = Vocabulary(tokenizer, context_tokens)
+        vocabulary = Vocabulary(tokenizer, context_tokens, chosen)
         notices += check_vocabulary(source, vocabulary)
         check_bias(chosen, vocabulary.token_limit)
-        fingerprint, corpus = source.fingerprint(), None
+        fingerprint, corpus = source.fingerprint(template or ""), None
         if chosen.corpus is not None:
             corpus = Corpus.kept(Path(chosen.corpus).expanduser(), fingerprint)
         before_weights(vocabulary)
@@ -199,6 +206,7 @@ class Engine(Vocabulary):
             fingerprint=fingerprint,
             corpus=corpus,
             notices=notices + more,
+            sampling=source.sampling,
         )
         engine._wire()
         return engine

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds4cli.errors import StateError
-from ds4cli.text.detokenizer import Detokenizer
-from ds4cli.text.stops import StopScanner
+from ds4cli.text.detokenizer import Detokenizer, settled
+from ds4cli.text.reasoning import Markers, ReasoningSplitter
+from ds4cli.text.stops import StopHit, StopScanner
 
 if TYPE_CHECKING:
     from ds4cli.tools import Guard, GuardStep, ParsedCall
@@ -44,8 +45,9 @@ class Regions:
     think: the markers, and whether the reply begins inside them; None for a model without any.
     """
 
-    def __init__(self, think: tuple[str, str, bool] | None = None):
-        self._start, self._end, self._thinks = think or ("", "", False)
+    def __init__(self, think: tuple[Markers, bool] | None = None):
+        markers, self._thinks = think or (Markers("", ""), False)
+        self._start, self._end = markers.start, markers.end
         self._keep = max(len(self._start), len(self._end)) - 1
         self._tail = ""  # may be the beginning of a marker
         self._line = ""  # the beginning of the current line
@@ -89,7 +91,7 @@ class ReplyText:
         before: Sequence[int] = (),
         stops: Sequence[str] = (),
         guard: Guard | None = None,
-        think: tuple[str, str, bool] | None = None,
+        think: tuple[Markers, bool] | None = None,
     ):
         self.start = start
         self.guard = guard
@@ -102,6 +104,9 @@ class ReplyText:
         self._think = think
         self._regions = self._read_regions()
         self._scanner = StopScanner(stops)
+        self._split = ReasoningSplitter(*(think or (None,)))
+        self._split.push(settled(decode(self._before)))
+        self._said = self._split.pushed_chars
         self._closed_at: int | None = None  # where the last call ended, while nothing followed it
         self._after_call = ""  # white space after it, not shown
         self._reported = 0
@@ -142,7 +147,7 @@ class ReplyText:
         if self.guard is not None:
             step = self.guard.feed(pos, token, text)
             text = step.emit
-        text, hit = self._scanner.push(text)
+        text, hit = self._scan(text)
         if hit is not None:
             self._stopped = True
             return text, Taken("", keep=self.start + hit.kept, reason="stop")
@@ -153,6 +158,14 @@ class ReplyText:
         if step is not None and step.event == "refused":
             self._remarks.append(f"a tool call was left as text: {step.reason}")
         return text, Taken("", step=step) if step is not None and step.event else None
+
+    def _scan(self, text: str) -> tuple[str, StopHit | None]:
+        """What may be shown, and whether a stop string ends the answer. Reasoning has no stops."""
+        if not self._stops:
+            return self._scanner.push(text)
+        self._split.push(text)
+        hidden = self._split.hidden_chars
+        return self._scanner.push(text, hidden if hidden is None else hidden - self._said)
 
     def _closed(self, step: GuardStep) -> None:
         self._add(step.calls)
@@ -237,7 +250,10 @@ class ReplyText:
 
     def _rest(self, text: str) -> str:
         """What the scanner held back, and `text`, unless that completes a stop string."""
-        shown, hit = self._scanner.push(text)
+        shown, hit = self._scan(text)
+        if hit is None:
+            more, hit = self._scanner.push("")  # nothing hides what was held back to the end
+            shown += more
         return shown if hit is not None else shown + self._scanner.flush()
 
     @property

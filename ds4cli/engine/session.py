@@ -24,7 +24,7 @@ from ds4cli.errors import StateError, UsageError
 from ds4cli.rewind.plan import RewindPlan, RewindReport
 from ds4cli.sampling import Sampler, refuse_nan
 from ds4cli.settings import MAX_BLOCK_TOKENS, Settings
-from ds4cli.text.reasoning import opens_thinking
+from ds4cli.text.reasoning import Markers, opens_thinking
 
 if TYPE_CHECKING:
     from ds4cli.engine.engine import Engine
@@ -431,15 +431,17 @@ class Session:
         guard: Guard | None = None,
         cancel: Callable[[], bool] = lambda: False,
         since: int | None = None,
+        raw: bool | None = None,
     ) -> Iterator[Event]:
         """Generate from here; yields one event a block and a last one with the finish reason.
 
-        max_tokens: None = the engine's setting, -1 = no limit. stop: strings; the text ends before
-        the first one, and the tokens that touch it are not in the state. since: position where the
-        text that goes on began (for a reply that was cut). guard: watches for tool calls; one that
-        leaves its grammar is repaired by going back, and the reply ends where the last call ends.
-        Leaving early keeps the session usable. Where the session was moved between two events, the
-        text goes on from there, unless a guard watches it (StateError).
+        max_tokens: None = the engine's setting, -1 = no limit. stop: strings; the answer ends
+        before the first one, and the tokens that touch it are not in the state. since: position
+        where the text that goes on began (for a reply that was cut). raw: all of it is answer,
+        markers of reasoning, too (None = the engine's setting). guard: watches for tool calls; one
+        that leaves its grammar is repaired by going back, and the reply ends where the last call
+        ends. Leaving early keeps the session usable. Where the session was moved between two
+        events, the text goes on from there, unless a guard watches it (StateError).
         """
         settings = self.engine.settings
         limit = settings.max_tokens if max_tokens is None else max_tokens
@@ -447,20 +449,20 @@ class Session:
             raise UsageError(f"max_tokens is `{limit}`", "give -1 for no limit, or 0 and more")
         stop = settings.stop if stop is None else [stop] if isinstance(stop, str) else stop
         before = self.tokens[since:] if since is not None else []
-        think = self._think_markers(len(before))
+        is_raw = self.engine.settings.raw if raw is None else raw
+        think = None if is_raw else self._think(len(before))
         reply = ReplyText(self.engine.decode, self.pos, before, stop, guard, think)
         end = None if limit < 0 else self.pos + limit
         yield from Generation(self, self._timeline, reply, end, cancel).events()
 
-    def _think_markers(self, said: int) -> tuple[str, str, bool] | None:
-        """What opens and closes reasoning, and whether the prompt, all but the last `said` tokens,
-        opened it."""
-        start = getattr(self.engine.tokenizer, "think_start", None)
-        if start is None:
+    def _think(self, said: int) -> tuple[Markers, bool] | None:
+        """The markers of reasoning, and whether the prompt, all but the last `said` tokens, opened
+        it."""
+        markers = self.engine.markers
+        if markers is None:
             return None
         prompt = self._timeline.tokens[: self.pos - said]
-        is_open = opens_thinking(self.engine.decode, prompt, start)
-        return start, self.engine.tokenizer.think_end, is_open
+        return markers, opens_thinking(self.engine.decode, prompt, markers)
 
     @property
     def _runs_ahead(self) -> bool:

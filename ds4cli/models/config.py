@@ -19,7 +19,7 @@ TEXT_TABLES = ("text_config", "llm_config", "language_config")
 # These stretch positions inside the context that the config states, instead of beyond it.
 WITHIN_CONTEXT = ("llama3", "longrope", "su")
 # generation_config.json's names of what our settings are called.
-SAMPLING = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+SAMPLING = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k"}
 
 # Fields of which a model, or a drafting head, has one or more.
 NAMES = {"model_type", "architectures", "speculators_model_type", "medusa_num_heads"}
@@ -42,13 +42,13 @@ def read(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any], list[
         raise UsageError(f"cannot read `{path}`: {error}") from None
     if not NAMES & config.keys():
         raise UsageError(f"`{path}` names no model_type")
-    generation, notices = _generation(folder)
+    generation, notices = generation_of(folder)
     if generation.get("eos_token_id"):
         config["eos_token_id"] = generation["eos_token_id"]
     return config, generation, notices
 
 
-def _generation(folder: Path) -> tuple[dict[str, Any], list[str]]:
+def generation_of(folder: Path) -> tuple[dict[str, Any], list[str]]:
     """generation_config.json; one that cannot be read is as good as none, as in mlx-lm."""
     try:
         return _table(folder / "generation_config.json"), []

@@ -26,9 +26,9 @@ MIN_SAMPLES = 64
 SAMPLE_BYTES = 256
 
 
-def fingerprint(folder: Path, shards: Iterable[Shard]) -> str:
-    """Changes when configs, tokenizer, templates or weights change."""
-    digest = hashlib.sha256()
+def fingerprint(folder: Path, shards: Iterable[Shard], template: str = "") -> str:
+    """Changes when configs, tokenizer, templates or weights do. template: one from elsewhere."""
+    digest = hashlib.sha256(template.encode())
     for path in [*(folder / name for name in DECIDING), *sorted(folder.glob(MORE_TEMPLATES))]:
         data = path.read_bytes() if path.is_file() else b""
         digest.update(f"{path.name} {len(data)}\n".encode() + data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +24,16 @@ def own_renderer(tokenizer: Any) -> Callable[..., str] | None:
 
 
 def renderer_parameters(tokenizer: Any) -> frozenset[str]:
-    """The names that such a function, or a tokenizer's own method, reads."""
-    render = own_renderer(tokenizer) or type(inner_tokenizer(tokenizer)).apply_chat_template
-    return frozenset(inspect.signature(render).parameters)
+    """The switch for thinking that such a function reads; nothing where a template is rendered."""
+    if own_renderer(tokenizer) is None:
+        return frozenset()
+    return frozenset({tokenizer._thinking_kwarg})
+
+
+def render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> str:
+    """A conversation as text. The wrapper's own method passes `enable_thinking` where nobody asked
+    for it, so a template that does not think by default would."""
+    own = own_renderer(tokenizer)
+    if own is not None:
+        return own(messages, **options)
+    return inner_tokenizer(tokenizer).apply_chat_template(messages, tokenize=False, **options)

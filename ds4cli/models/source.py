@@ -47,9 +47,14 @@ class Source:
         """Its weight files. UsageError where something is wrong with them."""
         return shards.find(self.folder, self.name)
 
-    def fingerprint(self) -> str:
-        """Stands for all that decides what the model writes."""
-        return identity.fingerprint(self.folder, self.shards.files)
+    def fingerprint(self, template: str = "") -> str:
+        """Stands for all that decides what the model writes. template: one in place of its own."""
+        return identity.fingerprint(self.folder, self.shards.files, template)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling settings that it recommends."""
+        return configs.sampling(self.generation)
 
     @property
     def origins(self) -> list[str]:
@@ -57,6 +62,9 @@ class Source:
         eos = configs.end_tokens(self.config)
         file = "generation_config.json" if self.generation.get("eos_token_id") else "config.json"
         said = [f"eos {', '.join(map(str, eos))} from {file}"] if eos else []
+        if self.sampling:
+            values = ", ".join(f"{name} {value:g}" for name, value in self.sampling.items())
+            said.append(f"in chat {values} from generation_config.json")
         context = self.context_tokens
         return [*said, f"context {context:,} from config.json"] if context else said
 
@@ -76,6 +84,18 @@ def locate(name: str, offline: bool = False) -> Source:
     if "model_file" in config:
         raise needs_code(f"`{name}`", f"model_file: {config['model_file']}")
     return Source(name, folder, config, generation, tuple(notices))
+
+
+def local_sampling(name: str) -> dict[str, Any]:
+    """What a model that is on this machine recommends for sampling; nothing is downloaded."""
+    folder = BUILTIN if name == "builtin" else Path(name).expanduser()
+    if not folder.is_dir() and _may_be_hub_id(name):
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(name, "config.json")
+        folder = Path(cached).parent if isinstance(cached, str) else folder
+    generation, _ = configs.generation_of(folder)
+    return configs.sampling(generation)
 
 
 def needs_code(what: str, where: str) -> UsageError:
@@ -115,9 +135,13 @@ def _folder(name: str, offline: bool) -> Path:
         return path
     if path.exists():
         raise UsageError(f"`{name}` is a file, not a model folder")
-    if name.count("/") != 1 or name.startswith((".", "~", "/")):
+    if not _may_be_hub_id(name):
         raise UsageError(f"there is no model folder `{name}`", "a hub id looks like `OWNER/NAME`")
     return _from_hub(name, offline)
+
+
+def _may_be_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "~", "/"))
 
 
 def _from_hub(name: str, offline: bool) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_lm.utils import load_tokenizer as load_wrapped
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from ds4cli.text.tokenizer import Vocabulary
 
 
-def load_tokenizer(source: Source) -> Any:
-    """The folder's tokenizer, wrapped by mlx-lm.
+def load_tokenizer(source: Source, template: str | None = None) -> Any:
+    """The folder's tokenizer, wrapped by mlx-lm; `template` in place of its own.
 
     UsageError for one that needs code from the folder: unless told not to, transformers asks on
     standard input whether to run it, and piped text would answer.
@@ -25,7 +26,7 @@ def load_tokenizer(source: Source) -> Any:
     _refuse_templates_elsewhere(source)
     eos, extra = configs.end_tokens(source.config), {"trust_remote_code": False}
     try:
-        template = _template_beside(source)
+        template = template or _template_beside(source)
         if template is not None:
             extra["chat_template"] = template
         loaded = load_wrapped(source.folder, extra, eos_token_ids=eos or None)
@@ -36,6 +37,18 @@ def load_tokenizer(source: Source) -> Any:
         raise UsageError(f"`{source.name}` has no usable tokenizer: {first}") from None
     _mend_decoder(inner_tokenizer(loaded))
     return loaded
+
+
+def read_template(path: str) -> str:
+    """The text of a chat template's file."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        raise UsageError(f"cannot read `{path}`: {reason}", "name a Jinja template") from None
+    if not text.strip():
+        raise UsageError(f"the chat template `{path}` is empty")
+    return text
 
 
 def _template_beside(source: Source) -> Any:

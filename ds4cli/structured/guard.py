@@ -19,7 +19,7 @@ from ds4cli.structured.drafts import ForcedDrafts
 from ds4cli.structured.grammar import Form
 from ds4cli.structured.missing import missing
 from ds4cli.text.detokenizer import Detokenizer
-from ds4cli.text.reasoning import ReasoningSplitter
+from ds4cli.text.reasoning import Markers, ReasoningSplitter
 from ds4cli.tools import schema as json_schema
 from ds4cli.tools.guard import NOTHING, GuardEnd, GuardStep
 
@@ -39,7 +39,7 @@ class _Body:
 
 class FormGuard:
     """One per reply. markers: what opens and closes reasoning, and what opens an answer without
-    any (`text.reasoning.markers`); thinks: the prompt opened reasoning.
+    any; thinks: the prompt opened reasoning.
 
     repairs: the number of "left" steps so far. notices: things for the user to read.
     """
@@ -51,7 +51,7 @@ class FormGuard:
         self,
         tokenizer: Any,
         form: Form,
-        markers: tuple[str | None, str | None, str | None] = (None, None, None),
+        markers: Markers | None = None,
         thinks: bool = False,
     ):
         self.form = form
@@ -68,8 +68,7 @@ class FormGuard:
 
     def _begin(self) -> None:
         """Stand before the first token."""
-        start, end, answer = self._markers
-        self._splitter = ReasoningSplitter(start, end, self._thinks, answer)
+        self._splitter = ReasoningSplitter(self._markers, self._thinks)
         self._body: _Body | None = None
         self._shown = 0  # tokens whose text was handed out
 

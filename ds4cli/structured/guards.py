@@ -10,7 +10,6 @@ from ds4cli.structured.either import CallOrForm
 from ds4cli.structured.grammar import NoForm, form_of
 from ds4cli.structured.guard import FormGuard
 from ds4cli.structured.wanted import Wanted
-from ds4cli.text.reasoning import markers
 from ds4cli.tools import Guard, Tool
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def make_guard(
     if wanted is None:
         return calls
     try:
-        form = FormGuard(tokenizer, form_of(tokenizer, wanted), markers(tokenizer), thinks)
+        form = FormGuard(tokenizer, form_of(tokenizer, wanted), vocabulary.markers, thinks)
     except NoForm as error:
         raise ModelError(f"this model cannot be held to `{wanted.name}`: {error}") from None
     return form if calls is None else CallOrForm(calls, form)

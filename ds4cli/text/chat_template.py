@@ -9,6 +9,7 @@ redraws what stands before it.
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ Message = dict[str, Any]
 # Stands for text whose place we want to find. No white space and no markup: templates strip those.
 MARKER = "xQ7zThisStandsForTextZ7qX"
 REPLY = "xQ7zThisIsTheReplyZ7qX"
+SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class ChatTemplate:
     render(messages, add_generation_prompt) -> text; it may raise anything. encode: text -> ids,
     special tokens parsed and none added. start: ids in front of everything, for a conversation
     without a template. stop_ids: tokens that end a reply. encode_data: text -> ids of plain text,
-    for the results of tools: what spells a special token in them must not become one.
+    for what was typed, read or answered by a tool: what spells a special token in it, as
+    `spells_specials` says, must not become one. None where it may.
     """
 
     render: Callable[[list[Message], bool], str]
@@ -40,6 +43,7 @@ class ChatTemplate:
     stop_ids: frozenset[int] = frozenset()
     start: tuple[int, ...] = ()
     encode_data: Callable[[str], list[int]] | None = None
+    spells_specials: Callable[[str], bool] | None = None
 
     @cached_property
     def takes_system(self) -> bool:
@@ -55,10 +59,38 @@ class ChatTemplate:
         one, other = (self.opening(system, [_user(text)]) for text in ("Alpha", "zeta"))
         return one[: common_prefix(one, other)]
 
-    def opening(self, system: str | None, messages: Sequence[Message]) -> tuple[int, ...]:
+    def opening(
+        self, system: str | None, messages: Sequence[Message], add_generation_prompt: bool = True
+    ) -> tuple[int, ...]:
         """All tokens of a conversation that begins with `messages`, up to the model's turn."""
-        text = self._render(self._with_system(system, messages))
-        return (*self.start, *self.encode(text))
+        shown, hidden = self._hide_data(self._with_system(system, messages))
+        return self._begun(self._encode_around(self._render(shown, add_generation_prompt), hidden))
+
+    def continuing(self, system: str | None, messages: Sequence[Message]) -> tuple[int, ...]:
+        """All tokens of a conversation that ends inside the last message, which the model wrote."""
+        *before, last = messages
+        marked = [*before, {"role": "assistant", "content": REPLY}]
+        shown, hidden = self._hide_data(self._with_system(system, marked))
+        text = self._render(shown, False)
+        if REPLY not in text:
+            raise UsageError("the chat template cannot go on with a message of the model's")
+        text = text[: text.rindex(REPLY)] + str(last["content"])
+        return self._begun(self._encode_around(text, hidden))
+
+    def _begun(self, ids: list[int]) -> tuple[int, ...]:
+        """`ids` behind what begins every text, once."""
+        there = tuple(ids[: len(self.start)]) == self.start
+        return tuple(ids) if there else (*self.start, *ids)
+
+    def dropped_system(self, messages: Sequence[Message]) -> list[int]:
+        """Which messages are system texts behind the first message that the template leaves out."""
+        later = [i for i, m in enumerate(messages) if i and m["role"] in SYSTEM_ROLES]
+        return [i for i in later if not self._shows(messages, i)]
+
+    def _shows(self, messages: Sequence[Message], index: int) -> bool:
+        marked = [{**m, "content": MARKER} if i == index else m for i, m in enumerate(messages)]
+        text = self._try(self._with_system(None, marked))
+        return text is None or MARKER in text  # what it refuses it does not drop
 
     def following(
         self,
@@ -80,26 +112,27 @@ class ChatTemplate:
         return tuple(ids)
 
     def _hide_data(self, messages: Sequence[Message]) -> tuple[list[Message], dict[str, str]]:
-        """Names in place of tool results that spell special tokens, and what they stand for."""
+        """Names in place of texts that spell special tokens, and what they stand for. What the
+        model wrote keeps its markers."""
         shown, hidden = list(messages), {}
         for i, message in enumerate(messages):
-            if message["role"] == "tool" and self._spells_specials(str(message["content"])):
-                name = f"{MARKER}{i}x"
-                hidden[name] = str(message["content"])
-                shown[i] = {**message, "content": name}
+            text = message.get("content")
+            if message["role"] != "assistant" and isinstance(text, str) and self._is_data(text):
+                name, data = f"{MARKER}{i}x", text.strip()
+                hidden[name] = data
+                shown[i] = {**message, "content": text.replace(data, name, 1)}
         return shown, hidden
 
-    def _spells_specials(self, text: str) -> bool:
-        return self.encode_data is not None and self.encode(text) != self.encode_data(text)
+    def _is_data(self, text: str) -> bool:
+        return self.spells_specials is not None and self.spells_specials(text)
 
     def _encode_around(self, text: str, hidden: dict[str, str]) -> list[int]:
+        if not hidden:
+            return self.encode(text)
         ids: list[int] = []
-        for name, data in hidden.items():
-            before, found, rest = text.partition(name)
-            if found:
-                ids += [*self.encode(before), *self.encode_data(data)]
-                text = rest
-        return [*ids, *self.encode(text)]
+        for i, piece in enumerate(re.split(f"({'|'.join(hidden)})", text)):
+            ids += self.encode_data(hidden[piece]) if i % 2 else self.encode(piece)
+        return ids
 
     def _following_text(
         self, system: str | None, history: Sequence[Message], new: Sequence[Message], reply: str
@@ -155,14 +188,15 @@ class ChatTemplate:
         """
         replies = sum(m["role"] == "assistant" for m in messages)
         marked = [
-            {"role": "assistant", "content": MARKER} if m["role"] == "assistant" else m
+            {"role": "assistant", "content": REPLY} if m["role"] == "assistant" else m
             for m in messages
         ]
-        pieces = self._render(self._with_system(system, marked)).split(MARKER)
+        shown, hidden = self._hide_data(self._with_system(system, marked))
+        pieces = self._render(shown).split(REPLY)
         if len(pieces) != replies + 1:
             raise UsageError("the chat template does not show every reply")
-        first, *rest = (tuple(self.encode(piece)) for piece in pieces)
-        return [(*self.start, *first), *rest]
+        first, *rest = (self._encode_around(piece, hidden) for piece in pieces)
+        return [self._begun(first), *map(tuple, rest)]
 
     def _with_system(self, system: str | None, messages: Sequence[Message]) -> list[Message]:
         if not system:

@@ -26,7 +26,7 @@ class Detokenizer:
     def __init__(self, decode: Callable[[list[int]], str], before: Sequence[int] = ()):
         self._decode = decode
         self._tokens = list(before[-LONG_TOKENS:])
-        self._shown = _settled(decode(self._tokens)) if self._tokens else ""
+        self._shown = settled(decode(self._tokens)) if self._tokens else ""
         self._waiting = 0
 
     def push(self, token: int) -> str:
@@ -64,5 +64,6 @@ class Detokenizer:
                 return
 
 
-def _settled(text: str) -> str:
+def settled(text: str) -> str:
+    """`text` without an unfinished character at its end."""
     return text.rstrip(REPLACEMENT)

@@ -27,14 +27,32 @@ class StopScanner:
         self._length = 0
         self._settled = 0
 
-    def push(self, piece: str) -> tuple[str, StopHit | None]:
-        """Take one token's text; return what may be shown, and the hit if a stop is complete."""
+    def push(self, piece: str, hidden: int | None = 0) -> tuple[str, StopHit | None]:
+        """Take one token's text; return what may be shown, and the hit if a stop is complete.
+
+        hidden: how many characters from the first on are no answer, in which no stop string counts;
+        None while that is not known.
+        """
         self._length += len(piece)
         self._ends.append(self._length)
         if not self._stops:
             self._emitted = self._length
             return piece, None
         text = self._held + piece
+        if hidden is None:
+            self._held = text
+            return "", None
+        free, text = self._split(text, hidden)
+        shown, hit = self._scan(text)
+        return free + shown, hit
+
+    def _split(self, text: str, hidden: int) -> tuple[str, str]:
+        """The beginning of `text` that is let through, and what stop strings may stand in."""
+        free = text[: max(0, hidden - self._emitted)]
+        self._emitted += len(free)
+        return free, text[len(free) :]
+
+    def _scan(self, text: str) -> tuple[str, StopHit | None]:
         starts = [i for i in (text.find(s) for s in self._stops) if i >= 0]
         if starts:
             return self._stop_at(text, min(starts))

@@ -23,7 +23,7 @@ from ds4cli.tools.formats import FORMATS, Format
 from ds4cli.tools.guard import Guard, GuardEnd, GuardStep
 from ds4cli.tools.mend import Refused
 from ds4cli.tools.parse import ParsedCall, parse_calls
-from ds4cli.tools.running import ToolRun, encode_plain, run_tool
+from ds4cli.tools.running import ToolRun, run_tool
 
 __all__ = [
     "FORMATS",
@@ -36,7 +36,6 @@ __all__ = [
     "Tool",
     "ToolRun",
     "detect_format",
-    "encode_plain",
     "load_tools",
     "parse_calls",
     "require_format",

@@ -41,6 +41,7 @@ import regex
 
 from ds4cli.settings import Settings
 from ds4cli.text.detokenizer import Detokenizer
+from ds4cli.text.reasoning import reasoning_pair
 from ds4cli.tools.declared import Tool
 from ds4cli.tools.detect import require_format
 from ds4cli.tools.formats import Format, Json, Named, Tagged
@@ -147,7 +148,7 @@ class Guard:
         self.notices = [notice for tool in tools for notice in tool.notices]
         self._grammar = self._build_grammar(tokenizer) if use_grammar else None
         self._stops = frozenset(tokenizer.eos_token_ids)
-        self._think = self.fmt.think or (tokenizer.think_start, tokenizer.think_end)
+        self._think = self.fmt.think or reasoning_pair(tokenizer)
         self._openings = {begins: self._opening_pattern(begins) for begins in (True, False)}
         self._hints = {
             "text": _hint(*self.fmt.beginnings, self._think[0], "`"),

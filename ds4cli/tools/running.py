@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ds4cli import signals
 from ds4cli.errors import UsageError
@@ -216,10 +215,3 @@ def printable(data: bytes) -> str:
     """`data` as text: bytes that are no UTF-8 and control characters become visible escapes."""
     text = data.decode("utf-8", "backslashreplace").replace("\r\n", "\n")
     return "".join(c if c in "\n\t" or c.isprintable() else escaped(c) for c in text)
-
-
-def encode_plain(tokenizer: Any, text: str) -> list[int]:
-    """Tokens of `text` as data: what spells a special token stays text and cannot end a turn."""
-    plain = getattr(tokenizer, "_tokenizer", tokenizer)
-    ids = plain.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
-    return list(ids)
