@@ -39,7 +39,7 @@ class Sampler:
         self._filters = _filters(settings)
         self._bias = _bias(settings, token_limit)
         self._counts = _HistoryCounts(settings.repetition_context_size)
-        self._noise = _Noise(settings.seed, token_limit)
+        self._noise = Noise(settings.seed, token_limit)
 
     @property
     def needs_history(self) -> bool:
@@ -98,7 +98,7 @@ class Sampler:
         return rows - s.presence_penalty * seen - s.frequency_penalty * counts
 
 
-class _Noise:
+class Noise:
     """Gumbel noise by position, for many at once: tracing a draw takes the host 0.2 ms.
 
     Always of the tokenizer's width: the generator's output depends on the shape, and a draft model

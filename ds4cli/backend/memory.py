@@ -45,10 +45,15 @@ class Wiring:
         self._asked: dict[int, int] = {}
         self._before: int | None = None  # the limit before anybody asked
 
+    @property
+    def nbytes(self) -> int:
+        """How much is wired now."""
+        return sum(self._asked.values())
+
     def ask(self, owner: object, weights: int, more: int) -> list[str]:
         """Wire for `owner` until it is gone; returns what to say where nothing can be wired."""
         recommended, total = _room()
-        held = sum(self._asked.values())
+        held = self.nbytes
         nbytes = wired_bytes(held + weights, more, recommended, total) - held
         if nbytes <= 0:
             return [
@@ -66,7 +71,7 @@ class Wiring:
 
     def _apply(self) -> None:
         mx.synchronize()  # the limit must not change under running work
-        total = sum(self._asked.values())
+        total = self.nbytes
         was = mx.set_wired_limit(total or self._before or 0)
         self._before = None if not total else was if self._before is None else self._before
 
