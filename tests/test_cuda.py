@@ -278,9 +278,9 @@ def test_states_inside_a_long_call_come_from_one_launch(taken, monkeypatch):
     model = armed("qwen3_next")
     recorder, caches = Recorder.arm(model), make_prompt_cache(model)
     recurrent = arrays_caches(caches)
-    with recorder.recording(recurrent, stop_rows=4) as tape:
+    with recorder.recording(recurrent, inner_every=4) as tape:
         model(tiny.ids(10)[None], cache=caches)
-    assert tape.stops() == [4, 8]
+    assert tape.inner_rows() == [4, 8]
     fresh = make_prompt_cache(model)
     model(tiny.ids(10)[None, :8], cache=fresh)
     starts = [[None] * len(c.cache) for c in recurrent]

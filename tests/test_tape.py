@@ -71,8 +71,8 @@ def fresh(model, *chunks):
     return caches
 
 
-def record(model, recorder, caches, tokens, stop_rows=0):
-    with recorder.recording(arrays_caches(caches), stop_rows) as tape:
+def record(model, recorder, caches, tokens, inner_every=0):
+    with recorder.recording(arrays_caches(caches), inner_every) as tape:
         logits = model(tokens[None], cache=caches)
     mx.eval(logits, tape.arrays())
     return tape
@@ -166,10 +166,10 @@ def test_states_inside_a_call_are_those_of_its_rows(name, monkeypatch):
     recorder = Recorder.arm(model)
     caches = fresh(model, PROMPT)
     starts = slots(caches)
-    tape = record(model, recorder, caches, text, stop_rows=32)
-    assert tape.stops() == [32, 64] and tape.tail(50).stops() == [7, 39]
+    tape = record(model, recorder, caches, text, inner_every=32)
+    assert tape.inner_rows() == [32, 64] and tape.tail(50).inner_rows() == [7, 39]
     parts = Tape.concat([tape.head(40), tape.tail(35)])
-    assert parts.stops() == [32, 64]
+    assert parts.inner_rows() == [32, 64]
     for rows in (31, 32, 33, 64, 70, 75):
         want = slots(fresh(model, PROMPT, text[:rows]))
         assert error(tape.replay(starts, rows), want) < 2e-5

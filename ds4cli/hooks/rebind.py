@@ -4,6 +4,19 @@ A recurrence is a plain function that a model file imports by name, so the obvio
 replace that name, for the whole process. Instead, `rebound` derives a class whose methods run the
 very same code objects over a copy of the globals in which that one name means something else, and
 `Swaps` puts chosen instances into it. Other models, and other instances of the class, see nothing.
+
+What breaks without each of them:
+
+- a copy of the globals, in place of the model file's own: a draft of the target's family records
+  into the target's tape, a model that somebody else loaded runs our code, and nothing can be undone
+  while another engine lives;
+- another class for the instance, in place of a wrapper around it: every parameter below has another
+  path, so weights, heads on disk and quantisation do not find it, and code that asks for the
+  module's attributes gets the wrapper's;
+- the class's own name and module for the derived one: the check's reference tells stock classes by
+  name, and what a user prints is not what he loaded;
+- defaults and closure for the twin of a method: calls that leave an argument out fail, and so does
+  every `super()`, which finds its class in the closure.
 """
 
 from __future__ import annotations

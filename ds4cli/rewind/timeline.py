@@ -30,7 +30,7 @@ from ds4cli.tape import Recorder, Tape
 from ds4cli.tokens import common_prefix
 
 # Rows between the checkpoints inside a long call, where recurrences hand out their inner states.
-STOP_ROWS = 128
+INNER_EVERY = 128
 
 
 @dataclass(frozen=True)
@@ -186,12 +186,12 @@ class Timeline:
     # -- forward: one model call ------------------------------------------------------------------
 
     def feed(
-        self, tokens: Sequence[int] | mx.array, *, record: bool = True, stop_rows: int = 0
+        self, tokens: Sequence[int] | mx.array, *, record: bool = True, inner_every: int = 0
     ) -> mx.array:
         """Open a block: one model call on `tokens`. Returns its logits rows (n, V), lazy.
 
         Nothing is published until `commit`. `record` False keeps no tape (early prefill chunks).
-        `stop_rows`: keep states inside the call on the tape, so many rows apart.
+        `inner_every`: keep states inside the call on the tape, so many rows apart.
         A second block may be opened on top of one that is not committed yet, on a token that is
         not known yet (an unevaluated int32 (1,)): so the graph of the next step is built while
         this one runs.
@@ -202,7 +202,7 @@ class Timeline:
         for below in now.open:
             start += len(below.feed)
         try:
-            logits, tape, hidden = self._call(tokens, record and self.recording, stop_rows)
+            logits, tape, hidden = self._call(tokens, record and self.recording, inner_every)
             block = _Block(start, tokens, hold, tape, logits, hidden)
             self._now = now._replace(open=(*now.open, block))
             return logits
@@ -229,7 +229,7 @@ class Timeline:
         return now._replace(known=known, end=now.pos, horizon=horizon, checkpoints=checkpoints)
 
     def _call(
-        self, tokens: Sequence[int] | mx.array, record: bool, stop_rows: int = 0
+        self, tokens: Sequence[int] | mx.array, record: bool, inner_every: int = 0
     ) -> tuple[mx.array, Tape | None, list[mx.array]]:
         """One model call: its logits rows, its tape, and what the taps noted."""
         layers = self._now.layers
@@ -239,7 +239,7 @@ class Timeline:
         if not (record and self.recorder is not None and layers.recurrent):
             logits, hidden = self._run(tokens, layers)
             return logits, None, hidden
-        with self.recorder.recording(layers.recurrent_caches, stop_rows) as tape:
+        with self.recorder.recording(layers.recurrent_caches, inner_every) as tape:
             logits, hidden = self._run(tokens, layers)
         return logits, tape, hidden
 
@@ -380,7 +380,7 @@ class Timeline:
         going back to before its end then replays a part of it only."""
         now = self._now
         hold = now.layers.hold()
-        for rows in block.tape.stops():
+        for rows in block.tape.inner_rows():
             pos = block.start + rows
             if now.layers.low() <= pos:
                 now.layers.stand(pos, block.tape.replay(block.hold.slots, rows))
@@ -672,23 +672,23 @@ class Timeline:
 
     def _feed_chunk(self, tokens: Sequence[int], record: bool) -> None:
         """One call of a feed: with its tape and all its rows, or with its last row only."""
-        stop_rows = self._stop_rows(len(tokens))
+        inner_every = self._inner_every(len(tokens))
         with nullcontext() if record else last_row.only():
-            logits = self.feed(tokens, record=record or stop_rows > 0, stop_rows=stop_rows)
+            logits = self.feed(tokens, record=record or inner_every > 0, inner_every=inner_every)
         self._logits_row_bytes = logits.shape[-1] * logits.dtype.size
         self.evaluate()
         block = self._now.open[0]
         self.commit(len(tokens))
-        if stop_rows and block.tape is not None:
+        if inner_every and block.tape is not None:
             self._checkpoint_inside(block)
 
-    def _stop_rows(self, rows: int) -> int:
+    def _inner_every(self, rows: int) -> int:
         """How far apart the checkpoints inside a call lie: 0 where there are none, because it is
         short, no recurrence leaves its state there, or they, or its tape, cost much."""
-        if rows <= STOP_ROWS or self.recorder is None or not self.recorder.has_stops:
+        if rows <= INNER_EVERY or self.recorder is None or not self.recorder.has_inner_states:
             return 0
         affordable = rows * self.tape_bytes_per_token <= self.horizon.budget_bytes
-        return STOP_ROWS if affordable and self.horizon.is_dense else 0
+        return INNER_EVERY if affordable and self.horizon.is_dense else 0
 
 
 def _check_like(

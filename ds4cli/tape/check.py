@@ -98,7 +98,7 @@ def _is_coarse(track: Track) -> bool:
 def _adds_up(tape: Tape, slots: Slots) -> bool:
     """Whether some state is computed from its last value and rounded to half precision on the
     way; slots that are rows of the tape are not computed."""
-    computed = tape.slots_that(lambda track: track.stops() is not None)
+    computed = tape.slots_that(lambda track: track.inner_rows() is not None)
     by_call = tape.slots_that(lambda track: isinstance(track, CallRows) and track.in_half)
     marks = zip(chain(*slots), chain(*computed), chain(*by_call), strict=True)
     return any(rounds or (moves and slot.dtype in HALF) for slot, moves, rounds in marks)

@@ -20,13 +20,13 @@ from ds4cli.tape.tracks import Track
 class Frame:
     """The tracks that one ArraysCache collects, per slot: none yet, one, or one per call of a hook.
 
-    next: the slot whose rows come next. stop_rows: keep the state after every so many rows of a
+    next: the slot whose rows come next. inner_every: keep the state after every so many rows of a
     call, where that costs nothing; 0: none. delegated: whether the running module handed its cache
     on to a module inside it.
     """
 
     # Set here, and made without arguments: nothing is called for it.
-    next = stop_rows = 0
+    next = inner_every = 0
     delegated = False
     cache: ArraysCache
     tracks: list[tuple[Track, ...]]
@@ -58,13 +58,13 @@ here = Here()
 class Recording:
     """A context in which the rows of some caches are recorded, beside whatever is already."""
 
-    def __init__(self, caches: Sequence[ArraysCache], stop_rows: int):
+    def __init__(self, caches: Sequence[ArraysCache], inner_every: int):
         self.frames = []
         for cache in caches:
             frame = Frame()
             frame.cache, frame.tracks = cache, [() for _ in cache.cache]
-            if stop_rows:
-                frame.stop_rows = stop_rows
+            if inner_every:
+                frame.inner_every = inner_every
             self.frames += (frame,)
 
     def __enter__(self) -> list[Frame]:

@@ -22,7 +22,7 @@ class Recorder:
 
     families: names of the recurrences found, for people; empty for a model without any.
     row_bytes, state_bytes: what a row of tape and the states take, all layers together, row_arrays
-    and state_arrays: in how many arrays; 0 until a tape was made. has_stops: whether all
+    and state_arrays: in how many arrays; 0 until a tape was made. has_inner_states: whether all
     recurrences can leave states inside a long call.
     """
 
@@ -30,7 +30,7 @@ class Recorder:
         self.families = families
         self.row_bytes = self.state_bytes = 0
         self.row_arrays = self.state_arrays = 0
-        self.has_stops = False
+        self.has_inner_states = False
         self._swaps = swaps
 
     @classmethod
@@ -63,18 +63,18 @@ class Recorder:
         self.families = []
 
     @contextmanager
-    def recording(self, caches: list[ArraysCache], stop_rows: int = 0) -> Iterator[Tape]:
+    def recording(self, caches: list[ArraysCache], inner_every: int = 0) -> Iterator[Tape]:
         """Record the model calls of this context on `caches`. The tape is complete on exit.
 
-        stop_rows: recurrences that can, leave the state after every so many rows on the tape.
+        inner_every: recurrences that can, leave the state after every so many rows on the tape.
         """
         tape = Tape()
-        with frames.Recording(caches, stop_rows) as found:
+        with frames.Recording(caches, inner_every) as found:
             yield tape
         tape.fill([f.tracks for f in found])
         if not self.row_bytes:
             states = [x for c in caches for x in c.cache if x is not None]
-            self.row_bytes, self.has_stops = tape.row_bytes, tape.has_stops
+            self.row_bytes, self.has_inner_states = tape.row_bytes, tape.has_inner_states
             self.row_arrays, self.state_arrays = len(tape.arrays()), len(states)
             self.state_bytes = taken_bytes(states)
 

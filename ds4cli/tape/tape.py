@@ -58,18 +58,18 @@ class Tape:
         return sum(x.nbytes // max(1, x.shape[1]) for t in first for x in t.data)
 
     @property
-    def has_stops(self) -> bool:
+    def has_inner_states(self) -> bool:
         """Whether all layers can leave their states inside a long call."""
-        return all(t.has_stops for t in self._tracks())
+        return all(t.has_inner_states for t in self._tracks())
 
     def slots_that(self, are: Callable[[Track], bool]) -> list[list[bool]]:
         """Per cache and slot, whether its tracks are so."""
         return [[are(tracks[0]) for tracks in slots] for slots in self._layers]
 
-    def stops(self) -> list[int]:
+    def inner_rows(self) -> list[int]:
         """Rows after which every state is on the tape, so that `replay` computes none."""
         joined = (_joined(tracks, self.rows) for slots in self._layers for tracks in slots)
-        known = [set(t.stops()) for t in joined if t.stops() is not None]
+        known = [set(t.inner_rows()) for t in joined if t.inner_rows() is not None]
         return sorted(set.intersection(*known)) if known else []
 
     def head(self, n: int) -> Tape:

@@ -32,12 +32,12 @@ def spans(lengths: Iterable[int], start: int, stop: int) -> Iterator[tuple[int, 
 class Track:
     """Rows of one slot. data: arrays (1, rows, ...), one per input of the recurrence.
 
-    has_stops: a long call can leave what the slot was in the middle of it, see `stops`.
+    has_inner_states: a long call can leave what the slot was in the middle of it, see `inner_rows`.
     recomputes: a replay runs projections of the model again, as precise as the type of its rows.
     """
 
     data: tuple[mx.array, ...]
-    has_stops: ClassVar[bool] = False
+    has_inner_states: ClassVar[bool] = False
     recomputes: ClassVar[bool] = False
     lead = 0  # see `Tail`
 
@@ -71,7 +71,7 @@ class Track:
         """Tracks with equal keys are replayed as one batch. Default: alone."""
         return id(self)
 
-    def stops(self) -> Sequence[int] | None:
+    def inner_rows(self) -> Sequence[int] | None:
         """Numbers of rows that need no computing to replay; None: any."""
         return ()
 
@@ -129,7 +129,7 @@ class Tail(Track):
     time_axis: int = 1
     lead: int = 0
 
-    has_stops = True
+    has_inner_states = True
 
     @property
     def rows(self) -> int:
@@ -165,7 +165,7 @@ class Tail(Track):
         start, stop = self.lead + start, self.lead + stop
         return x if (start, stop) == (0, x.shape[1]) else x[:, start:stop]
 
-    def stops(self) -> None:
+    def inner_rows(self) -> None:
         return None
 
     @classmethod
@@ -190,9 +190,9 @@ class Tail(Track):
 class States(Track):
     """Rows that are the states themselves: the slot after n rows is row n - 1."""
 
-    has_stops = True
+    has_inner_states = True
 
-    def stops(self) -> None:
+    def inner_rows(self) -> None:
         return None
 
     @classmethod

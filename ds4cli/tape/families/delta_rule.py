@@ -34,9 +34,9 @@ class DeltaRows(Track):
 
     states: tuple[tuple[int, mx.array], ...] = ()
 
-    has_stops = True
+    has_inner_states = True
 
-    def stops(self):
+    def inner_rows(self):
         return [rows for rows, _ in self.states]
 
     def cut(self, start, stop):
@@ -50,11 +50,11 @@ class DeltaRows(Track):
         return replace(super().join(tracks), states=tuple(states))
 
     def key(self, start):
-        return *(x.shape for x in self.data), start is None, *self.stops()
+        return *(x.shape for x in self.data), start is None, *self.inner_rows()
 
     @classmethod
     def replay(cls, tracks, starts, rows):
-        stop = max((s for s in tracks[0].stops() if s <= rows), default=0)
+        stop = max((s for s in tracks[0].inner_rows() if s <= rows), default=0)
         if stop:
             starts = [dict(t.states)[stop] for t in tracks]
         if stop == rows:
@@ -96,7 +96,7 @@ def _recorded(recurrence: Callable) -> Callable:
         frame = frames.here.frame
         if frame is None:
             return recurrence(q, k, v, g, beta, state, mask)
-        data, size = (k, v, g, beta), frame.stop_rows
+        data, size = (k, v, g, beta), frame.inner_every
         if mask is not None or not 0 < size < k.shape[1]:
             frame.tracks[-1] += (DeltaRows(data),)
             return recurrence(q, k, v, g, beta, state, mask)
