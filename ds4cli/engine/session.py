@@ -288,9 +288,9 @@ class Session:
             return Step([], "stop")
         if drafts is None:
             drafts = self._propose(first, max_tokens)
-            return Step(self._verify([first, *drafts], self._guessed_by))
+            return self._verify([first, *drafts], self._guessed_by)
         self.engine.check_tokens(drafts)
-        return Step(self._verify([first, *drafts], "given"))
+        return self._verify([first, *drafts], "given")
 
     def next_token(self) -> int:
         """The token that the next step will feed first."""
@@ -396,33 +396,40 @@ class Session:
             self._knows_prices = True
             self.policy.costs.use(prices.seconds, runs_ahead=ahead)
 
-    def _verify(self, feed: list[int], source: str) -> list[int]:
+    def _verify(self, feed: list[int], source: str) -> Step:
         """One model call on the block; commit its first token and the drafts that agree."""
         begin = time.perf_counter()
-        timeline, start = self._timeline, self.pos
+        picks = self._picks_of(feed)
+        accepted = accepted_drafts(feed[1:], picks, self.engine.stop_ids)
+        self._timeline.commit(1 + accepted)
+        self._picked(picks[accepted])
+        self._count(len(feed), accepted, source, time.perf_counter() - begin)
+        return Step(feed[: 1 + accepted])
+
+    def _picks_of(self, feed: list[int]) -> list[int]:
+        """Open a block on `feed`: what the model itself takes after each of its tokens."""
+        timeline = self._timeline
         timeline.abort()  # what a suspended stream runs ahead
         rows = timeline.feed(feed)
         try:
             history = [*timeline.tokens, *feed] if self.sampler.needs_history else ()
-            picks = self.sampler.pick(rows, start + 1, history)
+            picks = self.sampler.pick(rows, timeline.pos + 1, history)
             timeline.evaluate(picks)
-            picks = picks.tolist()
-            refuse_nan(rows, picks)
+            taken = picks.tolist()
+            refuse_nan(rows, taken)
         except BaseException:
             timeline.abort()
             raise
-        accepted = accepted_drafts(feed[1:], picks, self.engine.stop_ids)
-        timeline.commit(1 + accepted)
-        self._picked(picks[accepted])
-        took = time.perf_counter() - begin
-        if len(feed) > 1:
-            self.policy.observe(len(feed), 1 + accepted, took)
+        return taken
+
+    def _count(self, rows: int, accepted: int, source: str, seconds: float) -> None:
+        if rows > 1:
+            self.policy.observe(rows, 1 + accepted, seconds)
         elif self._is_drafting:
-            self.policy.observe_plain(took, first=self._runs_ahead, last=self._runs_ahead)
-        self.stats.count_block(len(feed) - 1, accepted, source)
+            self.policy.observe_plain(seconds, first=self._runs_ahead, last=self._runs_ahead)
+        self.stats.count_block(rows - 1, accepted, source)
         self.stats.generated_tokens += 1 + accepted
         self.stats.forwards += 1
-        return feed[: 1 + accepted]
 
     def stream(
         self,
@@ -478,7 +485,7 @@ class Session:
                 continue
             drafts = self._propose(first, left)
             if drafts or not self._runs_ahead:
-                yield Step(self._verify([first, *drafts], self._guessed_by))
+                yield self._verify([first, *drafts], self._guessed_by)
             else:
                 yield from self._plain_steps(first, end)
 
