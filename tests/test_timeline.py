@@ -148,9 +148,9 @@ def test_the_horizon_reaches_every_position_without_a_call(name):
 
 def arrays(horizon):
     """Arrays that a horizon keeps alive."""
-    bases = [x for s in horizon.segments for slots in s.base or [] for x in slots]
+    states = [x for s in horizon.segments for slots in s.checkpoint or [] for x in slots]
     tapes = [x for s in horizon.segments for x in s.tape.arrays()]
-    return len(tapes) + len(bases) + sum(len(s.logits) for s in horizon.segments)
+    return len(tapes) + len(states) + sum(len(s.logits) for s in horizon.segments)
 
 
 @pytest.mark.parametrize("horizon_tokens", [100, 4096])
@@ -418,7 +418,7 @@ def test_the_number_of_arrays_is_bounded(mb):
     assert max(counts) <= (128 + 64) * (1 + 16)
 
 
-def test_few_bases_stay_where_a_state_is_large():
+def test_few_checkpoints_stay_where_a_state_is_large():
     """A session begins with states of no bytes: they must not pass for cheap ones from then on."""
     t = timeline("qwen3_next", horizon=128)
     t.horizon.budget_bytes = 31 * sum(x.nbytes for x in _states(t))
@@ -426,7 +426,7 @@ def test_few_bases_stay_where_a_state_is_large():
     for i in range(200):
         step(t, [i % V])
     assert t.horizon.spacing == 128
-    assert sum(s.base is not None for s in t.horizon.segments) <= 3
+    assert sum(s.checkpoint is not None for s in t.horizon.segments) <= 3
     runs = [s for s in t.horizon.segments if s.start > 16 and s.rows > 1]
     assert runs and all(len(s.tape.arrays()) == 3 * 5 for s in runs), "rows are copied together"
 

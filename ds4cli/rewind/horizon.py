@@ -1,9 +1,9 @@
 """The horizon: the last rows that were fed, kept so that going back needs no model call.
 
 Each model call leaves a segment: its tape (inputs of the recurrences, one row a token), its logits
-rows, and, at some segments, a base: the recurrent slots at the segment's start, by reference.
-A position is reached from the nearest base before it by replaying tape rows. The last segment
-always has a base, so the last accepted block is reached from its own start.
+rows, and, at some segments, a checkpoint: the recurrent slots at the segment's start, by reference.
+A position is reached from the nearest checkpoint before it by replaying tape rows. The last segment
+always has a checkpoint, so the last accepted block is reached from its own start.
 
 Segments are immutable; a fork shares them.
 """
@@ -21,19 +21,20 @@ import mlx.core as mx
 from ds4cli.backend.memory import page_bytes, taken_bytes
 from ds4cli.tape import Recorder, Tape, spans
 
-# As many as a base serves, so that one-row segments are merged once, when their run is complete.
+# As many rows as a checkpoint serves, so that one-row segments are merged once, when their run is
+# complete.
 MERGE_SEGMENTS = 32
 MERGE_ROWS = 32
-# Newest rows that stay one array each where bases are dense: copying a row costs as much as
+# Newest rows that stay one array each where checkpoints are dense: copying a row costs as much as
 # recording it, and most are never gone back to.
 LINKED_ROWS = 256
 # Arrays alive at most, about: Metal has room for 499,000 in all.
 MAX_ARRAYS = 250_000
-# Rows of a long call that one base serves.
+# Rows of a long call that one checkpoint serves.
 PIECE_ROWS = 128
-# Rows between bases where many fit the budget: so many in a quarter of it.
+# Rows between checkpoints where many fit the budget: so many in a quarter of it.
 DENSE_SPACING = 32
-DENSE_BASES = 8
+DENSE_CHECKPOINTS = 8
 
 
 @dataclass
@@ -41,15 +42,15 @@ class Segment:
     """Rows `start .. start + rows` of one or more model calls.
 
     tape: None for models without recurrent layers. logits: consecutive arrays (m, V), together the
-    last rows, as many as are kept; row i of the segment predicts the token at start + i + 1. base:
-    recurrent slots at `start`, or None.
+    last rows, as many as are kept; row i of the segment predicts the token at start + i + 1.
+    checkpoint: recurrent slots at `start`, or None.
     """
 
     start: int
     rows: int
     tape: Tape | None
     logits: Sequence[mx.array]
-    base: list[list[mx.array | None]] | None
+    checkpoint: list[list[mx.array | None]] | None
 
     @property
     def end(self) -> int:
@@ -68,15 +69,15 @@ class Segment:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of tape, logits and base."""
+        """Bytes of tape, logits and checkpoint."""
         tape = 0 if self.tape is None else self.tape.nbytes
-        return tape + taken_bytes(self.logits) + slots_nbytes(self.base or [])
+        return tape + taken_bytes(self.logits) + slots_nbytes(self.checkpoint or [])
 
     def head(self, rows: int) -> Segment:
         """The first `rows` rows (views)."""
         tape = None if self.tape is None else self.tape.head(rows)
         kept = max(0, self.start + rows + 1 - self.first_logits)
-        return Segment(self.start, rows, tape, _cut(self.logits, 0, kept), self.base)
+        return Segment(self.start, rows, tape, _cut(self.logits, 0, kept), self.checkpoint)
 
     def packed(self, first: int, stop: int) -> Segment:
         """With layers first .. stop of the tape in few arrays; the logits too after the last."""
@@ -88,13 +89,13 @@ class Segment:
         return replace(self, tape=tape, logits=logits)
 
     def split(self, rows: int) -> tuple[Segment, Segment]:
-        """Before and after the first `rows` rows; the second part's base is replayed."""
+        """Before and after the first `rows` rows; the second part's checkpoint is replayed."""
         tape, left = self.tape.tail(self.rows - rows), self.rows - rows
-        base = self.tape.replay(self.base, rows)
-        mx.async_eval(base)
+        checkpoint = self.tape.replay(self.checkpoint, rows)
+        mx.async_eval(checkpoint)
         kept = sum(map(len, self.logits))
         logits = _cut(self.logits, max(0, kept - left), kept)
-        return self.head(rows), Segment(self.start + rows, left, tape, logits, base)
+        return self.head(rows), Segment(self.start + rows, left, tape, logits, checkpoint)
 
 
 def slots_nbytes(slots: list[list[mx.array | None]]) -> int:
@@ -147,20 +148,20 @@ class Horizon:
         self.start_row: mx.array | None = None
         self.held_bytes = 0  # about `nbytes` or more: counting is dear, so only near the budget
         self._bytes_of: dict[int, int] = {}  # of a segment by its rows, once known: all are alike
-        self._kept_base: int | None = None  # where the newest base is that stays; None: look
+        self._kept_checkpoint: int | None = None  # where the newest one is that stays; None: look
         self._packing = Packing()
 
     @property
-    def base_bytes(self) -> int:
-        """Bytes of a base; 0 until a tape was made."""
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint; 0 until a tape was made."""
         return 0 if self._recorder is None else self._recorder.state_bytes
 
     def affordable_rows(self, logits_bytes: int) -> int:
-        """Rows that the budget and MAX_ARRAYS hold beside one base, were every call of one row.
+        """Rows that the budget and MAX_ARRAYS hold beside a checkpoint, were every call of one row.
         logits_bytes: of one row."""
         packed = max(1, logits_bytes + (0 if self._recorder is None else self._recorder.row_bytes))
         loose = packed + self._page_bytes
-        budget = max(0, self.budget_bytes - self.base_bytes)
+        budget = max(0, self.budget_bytes - self.checkpoint_bytes)
         rows = min(self._linked_rows, budget // loose)
         rows += (budget - rows * loose) // packed
         arrays = max(0, MAX_ARRAYS - self._linked_rows * self._segment_arrays)
@@ -174,8 +175,8 @@ class Horizon:
 
     @property
     def _stay_linked(self) -> int:
-        """Newest rows that are not copied: many, but where a base serves so many that a replay
-        would spend its time on joining them, or where every array takes pages."""
+        """Newest rows that are not copied: many, but where one checkpoint serves so many that a
+        replay would spend its time on joining them, or where every array takes pages."""
         return LINKED_ROWS if self.is_dense and page_bytes() == 1 else 0
 
     @property
@@ -190,25 +191,25 @@ class Horizon:
 
     @property
     def is_dense(self) -> bool:
-        """Whether many bases fit the budget."""
-        return DENSE_BASES * self.base_bytes <= self.budget_bytes // 4
+        """Whether many checkpoints fit the budget."""
+        return DENSE_CHECKPOINTS * self.checkpoint_bytes <= self.budget_bytes // 4
 
     @property
     def spacing(self) -> int:
-        """Rows between the bases that stay."""
+        """Rows between the checkpoints that stay."""
         return DENSE_SPACING if self.is_dense else self.limit
 
     def copy(self) -> Horizon:
         twin = Horizon(self.limit, self.budget_bytes, self._recorder)
         twin.segments, twin.start_row = list(self.segments), self.start_row
-        twin.held_bytes, twin._kept_base = self.held_bytes, self._kept_base
+        twin.held_bytes, twin._kept_checkpoint = self.held_bytes, self._kept_checkpoint
         twin._bytes_of, twin._packing = self._bytes_of, self._packing.copy()
         return twin
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept alive; the newest base is not counted, it was the live state a block ago."""
-        newest = self.segments[-1].base if len(self.segments) > 1 else None
+        """Bytes kept alive, but for the newest checkpoint: it was the live state a block ago."""
+        newest = self.segments[-1].checkpoint if len(self.segments) > 1 else None
         return sum(s.nbytes for s in self.segments) - slots_nbytes(newest or [])
 
     @property
@@ -239,20 +240,22 @@ class Horizon:
         return next(s for s in reversed(self.segments) if s.start < pos).row(pos)
 
     def path(self, pos: int) -> tuple[list, Tape | None, int]:
-        """The nearest base at or before pos, the tape from there, and its rows to replay."""
-        first = max(i for i, s in enumerate(self.segments) if s.base is not None and s.start <= pos)
+        """The nearest checkpoint at or before pos, the tape from there, and its rows to replay."""
+        first = max(
+            i for i, s in enumerate(self.segments) if s.checkpoint is not None and s.start <= pos
+        )
         start = self.segments[first].start
         tapes = [s.tape for s in self.segments[first:] if s.start < pos]
         tape = tapes[0] if len(tapes) == 1 else Tape.concat(tapes) if tapes else None
-        return self.segments[first].base, tape, pos - start
+        return self.segments[first].checkpoint, tape, pos - start
 
     def clear(self) -> None:
         self.segments, self.start_row = [], None
-        self.held_bytes, self._kept_base, self._packing = 0, None, Packing()
+        self.held_bytes, self._kept_checkpoint, self._packing = 0, None, Packing()
 
     def truncate(self, pos: int) -> None:
         """Forget the rows after pos."""
-        self._kept_base = None
+        self._kept_checkpoint = None
         kept = [s for s in self.segments if s.start < pos]
         if kept and kept[-1].end > pos:
             kept[-1] = kept[-1].head(pos - kept[-1].start)
@@ -266,7 +269,7 @@ class Horizon:
             self.clear()
         if not self.segments:
             self.start_row = row_before
-        self._release_base()
+        self._release_checkpoint()
         for piece in (segment,) if segment.rows == 1 else self._pieces(segment):
             self.segments.append(piece)
             self.held_bytes += self._bytes(piece)
@@ -280,26 +283,26 @@ class Horizon:
         return self._bytes_of[segment.rows]
 
     def _pieces(self, segment: Segment) -> Iterable[Segment]:
-        """A long call in parts with a base each, so that no replay from here is long."""
+        """A long call in parts with a checkpoint each, so that no replay from here is long."""
         size = max(self.spacing, PIECE_ROWS)
-        while segment.base is not None and segment.rows > size:
+        while segment.checkpoint is not None and segment.rows > size:
             piece, segment = segment.split(size)
             yield piece
         yield segment
 
-    def _release_base(self) -> None:
-        """Keep a base every `spacing` rows; the newest one was kept only for its own block."""
-        if len(self.segments) < 2 or self.segments[-1].base is None:
+    def _release_checkpoint(self) -> None:
+        """Keep one every `spacing` rows; the newest one was kept only for its own block."""
+        if len(self.segments) < 2 or self.segments[-1].checkpoint is None:
             return
         last = self.segments[-1]
-        if self._kept_base is None:
-            bases = (s.start for s in self.segments[-2::-1] if s.base is not None)
-            self._kept_base = next(bases, last.start)
-        if 0 < last.start - self._kept_base < self.spacing:
+        if self._kept_checkpoint is None:
+            checkpoints = (s.start for s in self.segments[-2::-1] if s.checkpoint is not None)
+            self._kept_checkpoint = next(checkpoints, last.start)
+        if 0 < last.start - self._kept_checkpoint < self.spacing:
             self.segments[-1] = Segment(last.start, last.rows, last.tape, last.logits, None)
-            self.held_bytes -= self.base_bytes
+            self.held_bytes -= self.checkpoint_bytes
         else:
-            self._kept_base = last.start
+            self._kept_checkpoint = last.start
 
     def _merge(self) -> None:
         """Make one segment of many short ones, for `_pack` to copy."""
@@ -308,7 +311,7 @@ class Horizon:
             return
         while first > 0 and self.segments[first - 1].rows < MERGE_ROWS:
             first -= 1
-            if self.segments[first].base is not None:
+            if self.segments[first].checkpoint is not None:
                 break
         if stop - first >= MERGE_SEGMENTS:
             self.segments[first:stop] = [merged(self.segments[first:stop])]
@@ -338,24 +341,24 @@ class Horizon:
         self.held_bytes = self.nbytes
 
     def _drop_before(self, pos: int) -> None:
-        """Start at the last base at or before pos."""
+        """Start at the last checkpoint at or before pos."""
         if len(self.segments) < 2 or self.segments[1].start > pos:
             return
-        starts = [s.start for s in self.segments if s.base is not None or s.tape is None]
+        starts = [s.start for s in self.segments if s.checkpoint is not None or s.tape is None]
         start = max((p for p in starts if p <= pos), default=self.low)
         while self.low < start:
             self._drop_first()
 
     def _drop_first(self) -> None:
-        """Start one segment later; its base is replayed there if none was kept."""
+        """Start one segment later; its checkpoint is replayed there if none was kept."""
         first, second = self.segments[:2]
         has_row = second.start in self.rows()
         row = self.row(second.start) if has_row else None
-        if second.base is None and first.tape is not None:
-            base = first.tape.replay(first.base, first.rows)
-            mx.async_eval(base)
-            self.segments[1] = replace(second, base=base)
-            self.held_bytes += self.base_bytes
+        if second.checkpoint is None and first.tape is not None:
+            checkpoint = first.tape.replay(first.checkpoint, first.rows)
+            mx.async_eval(checkpoint)
+            self.segments[1] = replace(second, checkpoint=checkpoint)
+            self.held_bytes += self.checkpoint_bytes
         self.start_row = None  # at no time the row of another position
         del self.segments[0]
         self.start_row = row
@@ -376,7 +379,7 @@ def merged(segments: list[Segment]) -> Segment:
     tape = None if segments[0].tape is None else Tape.concat([s.tape for s in segments])
     logits = _merged_logits(segments)
     rows = sum(s.rows for s in segments)
-    return Segment(segments[0].start, rows, tape, logits, segments[0].base)
+    return Segment(segments[0].start, rows, tape, logits, segments[0].checkpoint)
 
 
 def _merged_logits(segments: list[Segment]) -> list[mx.array]:

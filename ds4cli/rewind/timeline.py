@@ -633,7 +633,7 @@ class Timeline:
     # -- long feeds -------------------------------------------------------------------------------
 
     def _affordable_rows(self) -> int:
-        """Rows whose tape and logits the horizon's budget holds, beside one base."""
+        """Rows whose tape and logits the horizon's budget holds, beside one checkpoint."""
         return self.horizon.affordable_rows(self._logits_row_bytes)
 
     def _call_sizes(self, n: int) -> list[int]:
