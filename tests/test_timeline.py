@@ -13,6 +13,7 @@ from tiny import CFG, V, build
 
 from ds4cli.caches import adapt, build_caches
 from ds4cli.rewind import horizon
+from ds4cli.rewind.horizon import Horizon
 from ds4cli.rewind.timeline import Limits, Timeline
 from ds4cli.tape import Recorder, Tape
 
@@ -83,6 +84,30 @@ def test_an_interrupt_at_any_line_of_a_feed_leaves_the_block_undone(name):
         assert (twin.tokens, twin.open_blocks) == (prompt(12), 0)
         check(twin)
     assert lines > 10
+
+
+def test_an_interrupt_at_any_line_of_a_commit_leaves_it_done_or_undone():
+    """Tokens published and the horizon not, or the other way round: a rewind served other rows."""
+    t = timeline("qwen3_next", horizon=8)
+    t.sync(prompt(20))
+    for i in range(60):  # so that rows are dropped, and a checkpoint is due
+        step(t, [i])
+    before, lines = t.tokens[:], 0
+    places = [Timeline.commit, Timeline._after, Timeline._remember, Timeline._keep_checkpoint]
+    places += [Horizon.append, Horizon._trim, Horizon._drop_first, Horizon._release_checkpoint]
+    for interrupted in interrupts(*places):
+        twin = t.fork()
+        twin.feed([5, 6, 7])
+        twin.evaluate()
+        with interrupted:
+            twin.commit(2)
+        lines += interrupted.struck
+        twin.abort()  # before its first line, nothing has happened
+        assert twin.tokens in (before, [*before, 5, 6])
+        check(twin)
+        assert twin.rewind(twin.pos - 3).forwards <= 1
+        check(twin)
+    assert lines > 30
 
 
 @pytest.mark.parametrize("name", FAMILIES)
