@@ -90,6 +90,8 @@ def test_what_a_grammar_cannot_hold_is_named():
     schema = {"type": "array", "uniqueItems": True, "items": {"type": "string", "format": "odd"}}
     wanted = from_settings(Settings(json_schema=json.dumps(schema)))
     assert wanted.unheld == ("`uniqueItems`", "`format` `odd`")
+    twice = {"type": "array", "contains": {}, "items": {"type": "array", "contains": {}}}
+    assert from_settings(Settings(json_schema=json.dumps(twice))).unheld == ("`contains`",)
     assert from_settings(Settings(json_schema=json.dumps(PERSON), strict=True)).unheld == ()
     assert from_settings(Settings()) is None
 

@@ -66,7 +66,7 @@ def _words(message: str) -> str:
     """A warning of llguidance in the words of the schema."""
     kind, _, names = message.partition(": ")
     if kind == "Unimplemented keys":
-        return ", ".join(f"`{name}`" for name in json.loads(names))
+        return ", ".join(f"`{name}`" for name in re.findall(r'"([^"]+)"', names))
     return f"`format` `{names}`" if kind == "Unknown format" else message
 
 
