@@ -304,6 +304,13 @@ def test_broken_weights_are_one_line(copy, spoil):
     assert (code, out) == (2, "") and message in error and hint in advice, said
 
 
+def test_adapters_that_are_not_used_are_said(copy):
+    """Guards: somebody who put them there takes the base model's text for the fine-tune's."""
+    (copy / "adapters.safetensors").write_bytes(b"")
+    code, _, said = say("-m", copy, "-n", "2", "hi")
+    assert code == 0 and "`adapters.safetensors`" in said and "is not used" in said
+
+
 def test_an_index_of_other_files_is_not_followed(copy):
     """A conversion that kept the index of the files it was made from must load."""
     change(copy / shards.INDEX, weight_map={"a": "model-00001-of-00009.safetensors"})

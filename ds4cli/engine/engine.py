@@ -110,6 +110,7 @@ class Engine(Vocabulary):
         notices: Sequence[str] = (),
         corpus: Corpus | None = None,
         sampling: Mapping[str, Any] | None = None,
+        warnings: Sequence[str] = (),
     ):
         super().__init__(tokenizer, context_tokens, settings)
         self.corpus = Corpus() if corpus is None else corpus
@@ -124,7 +125,7 @@ class Engine(Vocabulary):
         if settings.kv_bits is not None:
             check_kv_bits(model, settings.kv_bits, settings.kv_group_size)
         self.notices += Armed.of(model).notices
-        self.warnings = [self.refusal] if self.refusal else []
+        self.warnings = [line for line in (self.refusal, *warnings) if line]
         rows = [embedding_rows(m) for m in (model, draft) if m is not None]
         self.id_limit = min((n for n in rows if n is not None), default=None)
 
@@ -207,6 +208,7 @@ class Engine(Vocabulary):
             corpus=corpus,
             notices=notices + more,
             sampling=source.sampling,
+            warnings=source.warnings,
         )
         engine._wire()
         return engine

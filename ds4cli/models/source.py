@@ -19,6 +19,8 @@ WANTED = (
     "*.json", "*.jsonl", "*.jinja", "*.txt", "*.tiktoken", "tiktoken.model", "tokenizer.model",
     "model*.safetensors",
 )  # fmt: skip
+# Beside a model mlx-lm leaves it alone, too.
+ADAPTERS = "adapters.safetensors"
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,13 @@ class Source:
     def sampling(self) -> dict[str, Any]:
         """The sampling settings that it recommends."""
         return configs.sampling(self.generation)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What of the folder is not used, though somebody may think that it is."""
+        if not (self.folder / ADAPTERS).exists():
+            return []
+        return [f"`{ADAPTERS}` in `{self.name}` is not used: fuse it with `mlx_lm.fuse`"]
 
     @property
     def origins(self) -> list[str]:
