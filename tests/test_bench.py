@@ -186,6 +186,22 @@ def test_the_check_holds_where_replay_is_refused(monkeypatch):
     assert [f for f in findings if not f.is_ok] == []
 
 
+def test_a_text_that_the_sizes_of_calls_change_is_no_mismatch():
+    """Guards: a false alarm where the stock model differs from itself, or none where we differ."""
+    lab = lab_of("plamo3")
+    exam = check.Examiner(lab, Reference(lab.engine.model), 19)
+    for case in ("ngram:0.8", "half-wrong:0.8"):
+        (found,) = check.examine(lab, (), f"speculative:19:{case}")
+        assert found.is_ok and found.detail.startswith("as the stock model says in ")
+    course = check.Course(lab.engine.session(), exam.prompt)
+    course.decode(19 + check.LENGTH)
+    assert exam.judge(course)[0]
+    course.session.rewind(25)
+    course.session.sync([*course.session.tokens, (course.session.next_token() + 1) % V])
+    course.calls = [(26, 26)]
+    assert not exam.judge(course)[0]
+
+
 def test_the_reference_has_none_of_our_code():
     """Guards: a fault in a recording subclass is in the reference too, and cancels out."""
     armed = lab_of("qwen3_next").engine.model

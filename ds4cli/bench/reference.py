@@ -36,6 +36,20 @@ class Reference:
         assert done == len(tokens), (done, len(tokens))
         return mx.concatenate(rows)
 
+    def rows_of_calls(self, tokens: Sequence[int], calls: Sequence[tuple[int, int]]) -> mx.array:
+        """Logits rows (n, V) of `tokens`, fed in calls of which each kept and was fed so many: what
+        was not kept is made up, as rows do not depend on what follows them."""
+        caches, rows, done = self.caches(), [], 0
+        for kept, fed in calls:
+            block = list(tokens[done : done + kept])
+            before = copy.deepcopy(caches) if fed > kept else caches
+            rows.append(self._feed(block + tokens[:1] * (fed - kept), before)[:kept])
+            if fed > kept:
+                self._feed(block, caches)
+            done += kept
+        assert done == len(tokens), (done, len(tokens))
+        return mx.concatenate(rows)
+
     def plain(self, prompt: Sequence[int], n: int, pick: Pick) -> list[int]:
         """n tokens after `prompt`, one a call; `pick(row (V,), tokens)` says which."""
         caches, tokens = self.caches(), list(prompt)
