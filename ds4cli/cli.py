@@ -188,6 +188,26 @@ NoStream = Annotated[
     bool, typer.Option("--no-stream", help="Print the reply when done.", rich_help_panel=OUTPUT)
 ]
 
+Extract = Annotated[
+    bool,
+    typer.Option("--extract", help="Print the first code block only.", rich_help_panel=OUTPUT),
+]
+
+IntoSession = Annotated[
+    str | None,
+    typer.Option(
+        help="Go on with, and into, a chat's session.",
+        metavar="NAME",
+        autocompletion=lambda: session_names(),
+    ),
+]
+IntoLatest = Annotated[
+    bool, typer.Option("--continue", "-c", help="The same with the latest session.")
+]
+PromptCache = Annotated[
+    Path | None, typer.Option(help="Keep what is read of the prompt in FILE for the next run.")
+]
+
 BATCHES = "Batches"
 
 
@@ -257,8 +277,12 @@ def generate(
         list[Path] | None,
         typer.Option("--file", "-f", help="Read the prompt from a file. Repeatable."),
     ] = None,
+    session: IntoSession = None,
+    go_on: IntoLatest = False,
+    prompt_cache: PromptCache = None,
     as_json: Json = False,
     no_stream: NoStream = False,
+    extract: Extract = False,
     batch: BatchFile = None,
     output: OutputFile = None,
     lines: PlainLines = False,
@@ -271,9 +295,10 @@ def generate(
     switches = dict(output=output, lines=lines, group=group, resume=resume, force=force,
                     fail_fast=fail_fast)  # fmt: skip
     if batch is not None:
-        refuse_both(batch=True, prompt=bool(prompt or prompt_option), file=bool(file))
-        refuse_both(batch=True, json=as_json)
-        refuse_both(batch=True, no_stream=no_stream)
+        others = dict(prompt=prompt or prompt_option, file=file, json=as_json, extract=extract,
+                      no_stream=no_stream, session=session, prompt_cache=prompt_cache)  # fmt: skip
+        for name, value in {**others, "continue": go_on}.items():
+            refuse_both(batch=True, **{name: bool(value)})
         raise typer.Exit(_run_batch(run, batch, **switches))
     for name in (name for name, value in switches.items() if value):
         raise UsageError(f"`{long_flag(name)}` needs `--batch`", "name the file with the prompts")
@@ -287,8 +312,43 @@ def generate(
         stream=not no_stream,
         quiet=run.quiet,
         verbose=run.verbose,
+        extract=extract,
+        prompt_cache=prompt_cache,
+        question=(prompt or prompt_option or "").removeprefix("-"),
     )
+    if session is not None or go_on:
+        refuse_both(session=True, prompt_cache=prompt_cache is not None)
+        raise typer.Exit(_generate_in_session(run, request, session, go_on))
     raise typer.Exit(task.run(request, run.settings))
+
+
+def _generate_in_session(run: Run, request: Any, name: str | None, go_on: bool) -> int:
+    """One message into a kept chat. Returns the exit code."""
+    from ds4cli import generate
+    from ds4cli.chat import request as asked
+
+    chat = asked.ChatRequest(resume=go_on, name=name, quiet=run.quiet)
+    chosen = asked.settings_for(chat, run.settings, run.resolved.origins["model"] != "default")
+    engine = generate.load_engine(chosen, quiet=run.quiet, verbose=run.verbose)
+    from ds4cli.chat import once
+
+    shows_reasoning = request.is_live and not run.quiet and not chosen.hide_reasoning
+    writer = once.Writer(request.is_live, shows_reasoning)
+    reply = once.OneReply(engine, chat, chosen, request.tools, writer)
+    turn = reply.say(request.prompt)
+    if turn is None:
+        return terminal.EXIT_INTERRUPTED
+    completion = generate.Completion(
+        turn.content,
+        writer.thought,
+        turn.finish_reason,
+        tuple(once.StoredCall(call) for call in turn.calls),
+        reply.conversation.remark,
+    )
+    generate.print_end(
+        request, engine, reply.conversation.session, completion, terminal.ReplyWriter(False)
+    )
+    return terminal.EXIT_INTERRUPTED if turn.finish_reason == "cancelled" else 0
 
 
 def _run_batch(run: Run, source: str, output: str | None, lines: bool, **switches: bool) -> int:
@@ -365,6 +425,7 @@ def chat(
     from ds4cli.chat import request as asked
 
     refuse_both(no_save=no_save, with_cache=with_cache)
+    asked.check_input()
     tools = generate.read_tools(run.settings.tools)
     request = asked.ChatRequest(
         resume=resume,

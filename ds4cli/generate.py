@@ -8,19 +8,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ds4cli import signals, terminal
+from ds4cli import prompt_cache, signals, terminal
 from ds4cli.backend import blas, precision
 from ds4cli.errors import ModelError, UsageError
 from ds4cli.settings import Settings
 from ds4cli.text import reasoning
 from ds4cli.text.reasoning import ReasoningSplitter
+from ds4cli.tokens import common_prefix
 
 if TYPE_CHECKING:
     from ds4cli.engine.engine import Engine
@@ -31,12 +33,20 @@ if TYPE_CHECKING:
     from ds4cli.tools import ParsedCall, Tool
 
 BUILTIN_NOTE = "built-in demo model; -m takes a folder or a hub id"
+# A block that is not closed ends with the reply.
+_CODE_BLOCK = re.compile(
+    r"^ {0,3}(?P<fence>`{3,}|~{3,})[^\n]*\n(?P<code>.*?)(^ {0,3}(?P=fence)|\Z)", re.M | re.S
+)
 NO_BACKEND_HINT = 'on Linux install one: `pip install "ds4cli[cpu]"`, or `ds4cli[cuda13]`'
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """What to generate from, and what to print."""
+    """What to generate from, and what to print.
+
+    extract: the first code block only. prompt_cache: keeps what was read of the prompt; question:
+    the end of the prompt, in place of which another may stand the next time.
+    """
 
     prompt: str
     tools: Sequence[Tool] = ()
@@ -45,6 +55,14 @@ class GenerateRequest:
     stream: bool = True
     quiet: bool = False
     verbose: bool = False
+    extract: bool = False
+    prompt_cache: Path | None = None
+    question: str = ""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the reply is shown while it is made."""
+        return self.stream and not self.as_json and not self.extract
 
 
 @dataclass
@@ -67,6 +85,8 @@ def run(request: GenerateRequest, settings: Settings) -> int:
     """Load, read the prompt, write the reply. Returns the exit code."""
     if not request.quiet:
         say_form(request.wanted)
+    if request.prompt_cache is not None:
+        prompt_cache.check(request.prompt_cache)
     tokens: list[int] = []
 
     def read_prompt(vocabulary: Vocabulary) -> None:
@@ -78,18 +98,42 @@ def run(request: GenerateRequest, settings: Settings) -> int:
     )
     thinks = opens_thinking(engine, tokens)
     guard = make_guard(engine, request, thinks)
-    session, said = engine.session(), len(engine.notices)
-    live = request.stream and not request.as_json
-    writer = terminal.ReplyWriter(live and not request.quiet and not settings.hide_reasoning)
+    said = len(engine.notices)
+    shows_reasoning = request.is_live and not request.quiet and not settings.hide_reasoning
+    writer = terminal.ReplyWriter(shows_reasoning)
     with signals.Interrupts() as interrupted:
         with terminal.PrefillBar(not request.quiet) as bar:
-            session.sync(tokens, cancel=interrupted, progress=bar)
-        split = splitter(engine, thinks)
-        completion = complete(session, split, interrupted, writer if live else None, guard)
+            session = _read(engine, request, tokens, interrupted, bar)
+        split, live = splitter(engine, thinks), writer if request.is_live else None
+        completion = complete(session, split, interrupted, live, guard)
     if request.verbose:
         terminal.notes(engine.notices[said:])
-    _print_end(request, engine, session, completion, writer)
+    print_end(request, engine, session, completion, writer)
     return terminal.EXIT_INTERRUPTED if completion.finish_reason == "cancelled" else 0
+
+
+def _read(
+    engine: Engine,
+    request: GenerateRequest,
+    tokens: list[int],
+    cancel: Callable[[], bool],
+    progress: Callable[[int, int], None],
+) -> Session:
+    """A session that has read the prompt, and kept it where the user wants that."""
+    path = request.prompt_cache
+    if path is None:
+        session = engine.session()
+        session.sync(tokens, cancel=cancel, progress=progress)
+        return session
+    other = request.prompt.removesuffix(request.question) + ("?" if request.question else "")
+    branch = common_prefix(
+        tokens, prompt_tokens(engine, engine.settings, replace(request, prompt=f"{other}."))
+    )
+    session = prompt_cache.session(engine, path, request.quiet)
+    report = session.sync(tokens, cancel=cancel, progress=progress, checkpoints=[branch])
+    if report.prefilled and session.pos == len(tokens):
+        prompt_cache.keep(session, path)
+    return session
 
 
 # --- what the user gave -------------------------------------------------------------------------
@@ -342,7 +386,7 @@ def _add(
 # --- what is printed at the end -----------------------------------------------------------------
 
 
-def _print_end(
+def print_end(
     request: GenerateRequest,
     engine: Engine,
     session: Session,
@@ -364,7 +408,9 @@ def _print_text(
     request: GenerateRequest, completion: Completion, writer: terminal.ReplyWriter
 ) -> None:
     """What streaming has not printed: the text, if it was held back, and one line per call."""
-    if not request.stream:
+    if request.extract:
+        writer.answer(_first_code_block(completion.text))
+    elif not request.stream:
         writer.answer(completion.text)
     if completion.text or not completion.calls:
         writer.end()
@@ -375,6 +421,16 @@ def _print_text(
 def _json(value: Any) -> str:
     """As JSON, which can say everything in ASCII where standard output holds no more."""
     return json.dumps(value, ensure_ascii=not terminal.is_unicode(sys.stdout))
+
+
+def _first_code_block(text: str) -> str:
+    """What stands between the first fences, without its last newline; all of it, and a word, where
+    there are none."""
+    found = _CODE_BLOCK.search(text)
+    if found is None:
+        terminal.note("there is no code block in the reply: all of it is printed")
+        return text
+    return found["code"].removesuffix("\n")
 
 
 def peak_bytes() -> int:

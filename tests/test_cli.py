@@ -379,6 +379,23 @@ def test_the_stats_line_fits_its_screen(width):
     assert line == shown[width] and len(line) <= width
 
 
+@pytest.mark.parametrize(
+    ("reply", "printed"),
+    [
+        ("Here:\n```py\na = 1\n\nb\n```\nand\n```\nc\n```", "a = 1\n\nb\n"),
+        ("~~~\nx\n```\ny\n~~~\n", "x\n```\ny\n"),
+        ("```\nopen", "open\n"),
+        ("none", "none\n"),
+    ],
+)
+def test_extract_prints_the_first_code_block(reply, printed):
+    """Guards: fences or prose in a script; a reply without code that is silently nothing."""
+    FakeEngine.pieces = tuple(reply)
+    result = run("hi", "--extract")
+    assert result.stdout == printed
+    assert ("no code block" in result.stderr) is (reply == "none")
+
+
 def test_json_is_one_object_with_the_promised_fields():
     """Guards: a script's field is renamed, or something else is printed beside the object."""
     FakeEngine.pieces = ("<think>why</think>", "é🎉")

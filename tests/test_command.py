@@ -17,6 +17,7 @@ import pytest
 from folder import save_folder
 from typer.testing import CliRunner
 
+from ds4cli.chat import journal, shelf
 from ds4cli.cli import app
 
 COMMAND = [sys.executable, "-m", "ds4cli", "generate"]
@@ -305,3 +306,39 @@ def test_an_unknown_model_type_is_one_line(model_folder, tmp_path):
     lines = done.stderr.splitlines()
     assert done.returncode == 2 and [line[:5] for line in lines] == ["error", "hint:"]
     assert "frobnicate" in lines[0]
+
+
+def test_a_script_goes_on_with_a_chat(model_folder):
+    """Guards: a message that is lost, said twice, or answered as if nothing had been said."""
+    args = ["-m", model_folder, "-n", 8]
+    first = run(*args, "--session", "s", "--stats", "Hello")
+    assert first.exit_code == 0 and "kept" not in first.stderr
+    second = run(*args, "-c", "--json", "and more")
+    found = json.loads(second.stdout)
+    line = journal.read(shelf.path_of("s")).transcript.line
+    assert [turn.content for turn in line.turns if not turn.is_reply] == ["Hello", "and more"]
+    assert (line.turns[1].content + "\n", line.turns[3].content) == (first.stdout, found["text"])
+    assert found["usage"]["prompt_tokens"] == line.span(4)[0]
+    assert run(*args, "--session", "s", "--batch", "x").exit_code == 2
+
+
+def test_a_prompt_cache_reads_what_is_new(hybrid_folder):
+    """Guards: a long text read again for every question; a cache of another model believed; a file
+    of the user's written over."""
+    Path("text.txt").write_text("a long text " * 12)
+    args = ["-m", hybrid_folder, "-f", "text.txt", "-n", 6, "--json"]
+
+    def asked(question, *more):
+        found = json.loads(run(*args, *more, question).stdout)
+        return found["text"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    cache = "--prompt-cache", "kept"
+    text, cached = asked("what is it?", *cache)
+    assert cached == 0 and (text, 0) == asked("what is it?")
+    again, cached = asked("what is it?", *cache)
+    assert again == text and cached > 130
+    other, cached = asked("who wrote all of that, and when?", *cache)
+    assert other == asked("who wrote all of that, and when?")[0] and cached > 130
+    Path("kept").write_text("my own notes")
+    refused = run(*args, *cache, "x")
+    assert refused.exit_code == 2 and Path("kept").read_text() == "my own notes"

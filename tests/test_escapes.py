@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import re
 import shutil
@@ -16,6 +17,7 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from ds4cli import terminal
+from ds4cli.chat import clipboard
 from ds4cli.chat.commands import COMMANDS
 from ds4cli.chat.markdown import MarkdownWriter
 from ds4cli.chat.prompt import visible_input
@@ -157,10 +159,25 @@ def hostile_engine(model_folder, tmp_path_factory):
     return talk.load(folder, max_tokens=3)
 
 
+def test_a_copy_is_nothing_but_base64(monkeypatch):
+    """A reply that steers the terminal through /copy; a copy that is cut or doubled."""
+    screens = screens_for(monkeypatch)
+    monkeypatch.setattr(clipboard, "PROGRAMS", ())
+    assert clipboard.copy(HOSTILE) == ["the terminal"]
+    start, end = "\x1b]52;c;", "\x07"
+    shown = screens[0].text
+    assert shown.startswith(start) and shown.endswith(end)
+    inside = shown.removeprefix(start).removesuffix(end)
+    assert base64.b64decode(inside, validate=True).decode() == HOSTILE
+    monkeypatch.setattr(clipboard, "PROGRAMS", (("cat",),))
+    assert clipboard.copy("x" * 80_000) == ["cat"]
+
+
 def test_no_command_of_a_chat_steers(monkeypatch, hostile_engine):
     """Branch names, session lists, system texts, file names, messages and errors reach a terminal
     through the commands; markup in a branch name ended the chat."""
     screens = screens_for(monkeypatch)
+    monkeypatch.setattr(clipboard, "copy", lambda text: ["the terminal"])  # see above
     monkeypatch.setenv("EDITOR", "true")
     chat = talk.chat(hostile_engine, f"/branch {HOSTILE}", f"/system {HOSTILE}", HOSTILE)
     chat.take("/save here")

@@ -27,7 +27,7 @@ LAYERS = (
     ("rewind",),
     ("drafters",),
     ("engine",),
-    ("options",),
+    ("options", "prompt_cache"),
     ("generate", "chat", "bench", "inventory"),
     ("batch", "doctor"),
     ("cli",),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from ds4cli import settings, terminal
-from ds4cli.chat import editor, shelf
+from ds4cli.chat import clipboard, editor, shelf
 from ds4cli.chat.transcript import Line, Turn
 from ds4cli.errors import UsageError
 from ds4cli.settings import FORM, OPTIONS, SAMPLING
@@ -395,6 +395,20 @@ def raw(chat: Chat, argument: str) -> None:
         raise UsageError("there is no reply yet")
     text = chat.line.turn(number).content
     terminal.write(text + "\n")
+
+
+@command("copy")
+def copy(chat: Chat, argument: str) -> None:
+    """Put the last reply on the clipboard: the system's, and the terminal's."""
+    _refuse(argument)
+    number = chat.line.last("assistant")
+    if not number:
+        raise UsageError("there is no reply yet")
+    text = chat.line.turn(number).content
+    places = clipboard.copy(text)
+    if not places:
+        raise UsageError("there is no clipboard here", "/raw prints the reply for copying")
+    chat.note(f"copied {terminal.counted(len(text), 'character')}: {', '.join(places)}")
 
 
 # -- changing -------------------------------------------------------------------------------------

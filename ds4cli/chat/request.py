@@ -52,19 +52,23 @@ def settings_for(request: ChatRequest, settings: Settings, model_given: bool) ->
 
     UsageError for a session that cannot be read or written: before anything is loaded.
     """
+    path = request.stored()
+    if request.save and sys.stdin is not None and sys.stdin.isatty():
+        shelf.private_folder("sessions")
+    if path is None or model_given:
+        return settings
+    model = journal.read(path).header.get("model")
+    return replace(settings, model=model) if isinstance(model, str) else settings
+
+
+def check_input() -> None:
+    """UsageError if no message can ever come."""
     if sys.stdin is None:
         raise UsageError("cannot read standard input: it is closed")
     if not sys.stdin.isatty() and _is_at_end(sys.stdin):
         raise UsageError(
             "standard input is empty", "give one message a line, or all as one with `--single`"
         )
-    path = request.stored()
-    if request.save and sys.stdin.isatty():
-        shelf.private_folder("sessions")
-    if path is None or model_given:
-        return settings
-    model = journal.read(path).header.get("model")
-    return replace(settings, model=model) if isinstance(model, str) else settings
 
 
 def _is_at_end(stream: TextIO) -> bool:
