@@ -204,6 +204,10 @@ IntoSession = Annotated[
 IntoLatest = Annotated[
     bool, typer.Option("--continue", "-c", help="The same with the latest session.")
 ]
+Prefill = Annotated[
+    str | None,
+    typer.Option(help="The reply begins with this, which is printed too.", metavar="TEXT"),
+]
 PromptCache = Annotated[
     Path | None, typer.Option(help="Keep what is read of the prompt in FILE for the next run.")
 ]
@@ -280,6 +284,7 @@ def generate(
     session: IntoSession = None,
     go_on: IntoLatest = False,
     prompt_cache: PromptCache = None,
+    prefill_response: Prefill = None,
     as_json: Json = False,
     no_stream: NoStream = False,
     extract: Extract = False,
@@ -296,7 +301,8 @@ def generate(
                     fail_fast=fail_fast)  # fmt: skip
     if batch is not None:
         others = dict(prompt=prompt or prompt_option, file=file, json=as_json, extract=extract,
-                      no_stream=no_stream, session=session, prompt_cache=prompt_cache)  # fmt: skip
+                      no_stream=no_stream, session=session, prompt_cache=prompt_cache,
+                      prefill_response=prefill_response)  # fmt: skip
         for name, value in {**others, "continue": go_on}.items():
             refuse_both(batch=True, **{name: bool(value)})
         raise typer.Exit(_run_batch(run, batch, **switches))
@@ -304,6 +310,7 @@ def generate(
         raise UsageError(f"`{long_flag(name)}` needs `--batch`", "name the file with the prompts")
     from ds4cli import generate as task
 
+    refuse_both(tools=run.settings.tools is not None, prefill_response=bool(prefill_response))
     request = task.GenerateRequest(
         prompt=task.gather_prompt(prompt, prompt_option, file or (), sys.stdin),
         tools=task.read_tools(run.settings.tools),
@@ -315,9 +322,11 @@ def generate(
         extract=extract,
         prompt_cache=prompt_cache,
         question=(prompt or prompt_option or "").removeprefix("-"),
+        prefill=prefill_response or "",
     )
     if session is not None or go_on:
         refuse_both(session=True, prompt_cache=prompt_cache is not None)
+        refuse_both(session=True, prefill_response=prefill_response is not None)
         raise typer.Exit(_generate_in_session(run, request, session, go_on))
     raise typer.Exit(task.run(request, run.settings))
 

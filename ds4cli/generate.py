@@ -45,7 +45,8 @@ class GenerateRequest:
     """What to generate from, and what to print.
 
     extract: the first code block only. prompt_cache: keeps what was read of the prompt; question:
-    the end of the prompt, in place of which another may stand the next time.
+    the end of the prompt, in place of which another may stand the next time. prefill: what the
+    reply begins with.
     """
 
     prompt: str
@@ -58,6 +59,7 @@ class GenerateRequest:
     extract: bool = False
     prompt_cache: Path | None = None
     question: str = ""
+    prefill: str = ""
 
     @property
     def is_live(self) -> bool:
@@ -105,7 +107,11 @@ def run(request: GenerateRequest, settings: Settings) -> int:
         with terminal.PrefillBar(not request.quiet) as bar:
             session = _read(engine, request, tokens, interrupted, bar)
         split, live = splitter(engine, thinks), writer if request.is_live else None
-        completion = complete(session, split, interrupted, live, guard)
+        prefill = len(engine.encode_part(request.prefill)) if request.prefill else 0
+        limits = {"since": len(tokens) - prefill} if prefill else {}
+        completion = complete(
+            session, split, interrupted, live, guard, begun=request.prefill, **limits
+        )
     if request.verbose:
         terminal.notes(engine.notices[said:])
     print_end(request, engine, session, completion, writer)
@@ -299,7 +305,7 @@ def prompt_tokens(
         tokens = list(template.opening(settings.system, [message]))
     if not tokens:
         raise ModelError("the prompt became no tokens at all")
-    return tokens
+    return [*tokens, *vocabulary.encode_part(request.prefill)] if request.prefill else tokens
 
 
 def opens_thinking(engine: Engine, tokens: Sequence[int]) -> bool:
@@ -351,13 +357,17 @@ def complete(
     cancel: Callable[[], bool],
     writer: terminal.ReplyWriter | None,
     guard: AnyGuard | None = None,
+    begun: str = "",
     **limits: Any,
 ) -> Completion:
     """Generate to the end; `writer` sees every piece when it is made.
 
-    limits: `max_tokens`, `stop` and `raw`, where they are not the session's own.
+    begun: what the prompt already holds of the reply. limits: `max_tokens`, `stop` and `raw`, where
+    they are not the session's own.
     """
     completion = Completion()
+    for piece in split.push(begun):
+        _add(completion, piece.text, piece.is_reasoning, writer)
     if cancel():
         completion.finish_reason = "cancelled"
         return completion

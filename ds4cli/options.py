@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +24,7 @@ Own = Callable[[Settings], dict[str, tuple[Any, str]]]
 # Settings that are text: the others name files, in the system's own encoding, or are words of ours.
 TEXTS = ("system", "stop", "template_args")
 # Settings that name a file to trust.
-TRUSTED = ("model", "draft_model", "tools")
+TRUSTED = ("model", "adapter_path", "draft_model", "tools", "system_file")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,21 @@ def _run(
     refuse_both(quiet=quiet, stats=bool(given.get("stats")))
     if config is None and not quiet:
         _say_what_is_trusted_here(resolved)
-    return Run(resolved, quiet, verbose or debug)
+    return Run(_with_system_file(resolved), quiet, verbose or debug)
+
+
+def _with_system_file(resolved: Resolved) -> Resolved:
+    """With the text of `system_file` as the system text; one that is given itself comes first."""
+    name = resolved.settings.system_file
+    if name is None:
+        return resolved
+    refuse_both(system_file=True, system=resolved.given("system"))
+    try:
+        text = Path(name).expanduser().read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise UsageError(f"cannot read `{name}`: {reason.lower()}", "name a text file") from None
+    return replace(resolved, settings=replace(resolved.settings, system=text.strip("\n")))
 
 
 def _say_what_is_trusted_here(resolved: Resolved) -> None:

@@ -90,7 +90,11 @@ class Settings:
     model: str = _setting(
         "builtin", str, MODEL, "mlx-lm folder, hub id, or `builtin`.", flags=("-m",)
     )
+    adapter_path: str | None = _setting(
+        None, str, MODEL, "Folder of a LoRA or DoRA adapter, as mlx-lm trains them."
+    )
     system: str | None = _setting(None, str, MODEL, "System text.", flags=("-s", "--system-prompt"))
+    system_file: str | None = _setting(None, str, MODEL, "File with the system text.")
     think: bool | None = _setting(
         None, bool, MODEL, "Switch the template's thinking on or off.", unset="the template's own"
     )
@@ -108,6 +112,9 @@ class Settings:
     tools: str | None = _setting(None, str, MODEL, "JSON file with a list of tools in OpenAI form.")
     dtype: str = _setting(
         "auto", str, MODEL, "Weights in memory.", choices=("auto", "float32", "stored")
+    )
+    extra_eos_token: tuple[str, ...] = _setting(
+        (), list, MODEL, "A token that ends the reply, too. Repeatable."
     )
     offline: bool = _setting(False, bool, MODEL, "Never download anything.")
     temp: float | None = _setting(

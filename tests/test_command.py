@@ -12,9 +12,13 @@ import time
 from fnmatch import fnmatch
 from pathlib import Path
 
+import mlx.core as mx
 import pexpect
 import pytest
 from folder import save_folder
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load_model
 from typer.testing import CliRunner
 
 from ds4cli.chat import journal, shelf
@@ -342,3 +346,61 @@ def test_a_prompt_cache_reads_what_is_new(hybrid_folder):
     Path("kept").write_text("my own notes")
     refused = run(*args, *cache, "x")
     assert refused.exit_code == 2 and Path("kept").read_text() == "my own notes"
+
+
+def test_a_reply_begins_as_asked(model_folder):
+    """Guards: a beginning that is not read, printed twice, or torn from what follows it."""
+    args = ["-m", model_folder, "-n", 8, "--prefill-response", "Sure: "]
+    found = json.loads(run(*args, "--json", "Hello").stdout)
+    assert found["text"].startswith("Sure: ") and len(found["text"]) > len("Sure: ")
+    assert run(*args, "Hello").stdout == found["text"] + "\n"
+    plain = json.loads(run("-m", model_folder, "-n", 8, "--json", "Hello").stdout)
+    more = found["usage"]["prompt_tokens"] - plain["usage"]["prompt_tokens"]
+    assert more == len("Sure: ")
+
+
+def test_a_token_more_ends_a_reply(model_folder):
+    """Guards: `--extra-eos-token` without effect, or a text of several tokens taken for one."""
+    args = ["-m", model_folder, "-n", 60, "--temp", "2", "--json", "Hello"]
+    text = json.loads(run(*args).stdout)["text"]
+    letter = next(char for char in text[3:] if char.isascii() and char.isalnum())
+    found = json.loads(run(*args, "--extra-eos-token", letter).stdout)
+    assert found["finish_reason"] == "stop" and found["text"] == text[: text.index(letter)]
+    assert run(*args, "--extra-eos-token", "two words").exit_code == 2
+
+
+def test_the_system_text_from_a_file(model_folder):
+    """Guards: a system file that is not read, or one of two system texts silently ignored."""
+    Path("system.md").write_text("Be brief.\n")
+    args = ["-m", model_folder, "-n", 4, "--json", "Hello"]
+    given = json.loads(run(*args, "-s", "Be brief.").stdout)
+    assert json.loads(run(*args, "--system-file", "system.md").stdout)["usage"] == given["usage"]
+    assert run(*args, "--system-file", "system.md", "-s", "x").exit_code == 2
+    assert run(*args, "--system-file", "none.md").exit_code == 2
+
+
+def test_an_adapter_changes_the_model(model_folder, tmp_path):
+    """Guards: an adapter that is not put on, or one of another model that ends in a traceback."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    config = {
+        "fine_tune_type": "lora", "num_layers": 1,
+        "lora_parameters": {"rank": 2, "scale": 20.0, "dropout": 0.0, "keys": ["mlp.down_proj"]},
+    }  # fmt: skip
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    model, _ = load_model(Path(model_folder), lazy=True)
+    linear_to_lora_layers(model, 1, config["lora_parameters"])
+    weights = {
+        name: mx.random.normal(value.shape, key=mx.random.key(3))
+        for name, value in tree_flatten(model.trainable_parameters())
+        if "lora" in name
+    }
+    mx.save_safetensors(str(adapter / "adapters.safetensors"), weights)
+    args = ["-m", model_folder, "-n", 20, "--json", "Hello"]
+    ways = (), ("--adapter-path", adapter)
+    plain, adapted = (json.loads(run(*args, *more).stdout) for more in ways)
+    assert weights and plain["text"] != adapted["text"]
+    mx.save_safetensors(str(adapter / "adapters.safetensors"), {"other": mx.zeros(3)})
+    wrong = run(*args, "--adapter-path", adapter)
+    assert wrong.exit_code == 1 and "does not fit this model" in wrong.stderr
+    assert run(*args, "--adapter-path", tmp_path / "none").exit_code == 2

@@ -30,10 +30,12 @@ from ds4cli.errors import ModelError, StateError, UsageError
 from ds4cli.hooks import cuda, delta, last_row
 from ds4cli.hooks.cuda import attention, recurrences
 from ds4cli.hooks.taps import Taps
+from ds4cli.models import adapters
 from ds4cli.models.source import Source, check_type, find, locate
 from ds4cli.models.tokenizers import (
     check_same_tokenizer,
     check_vocabulary,
+    end_also,
     load_tokenizer,
     read_template,
 )
@@ -178,7 +180,9 @@ class Engine(Vocabulary):
         draft_source, head_source, notices = _drafting(chosen, source)
         notices = [*source.origins, *source.notices, *notices]
         template = read_template(chosen.chat_template) if chosen.chat_template else None
+        adapter = None if chosen.adapter_path is None else adapters.find(chosen.adapter_path)
         tokenizer = load_tokenizer(source, template)
+        end_also(tokenizer, chosen.extra_eos_token)
         if draft_source is not None:
             draft_tokenizer = load_tokenizer(draft_source)
             check_same_tokenizer(tokenizer, draft_tokenizer, draft_source.name)
@@ -187,11 +191,16 @@ class Engine(Vocabulary):
         notices += check_vocabulary(source, vocabulary)
         check_bias(chosen, vocabulary.token_limit)
         fingerprint, corpus = source.fingerprint(template or ""), None
+        if adapter is not None:
+            fingerprint = adapters.fingerprint(fingerprint, adapter)
         if chosen.corpus is not None:
             corpus = Corpus.kept(Path(chosen.corpus).expanduser(), fingerprint)
         before_weights(vocabulary)
         weights, more = load_weights(source, chosen.dtype)
         notices += more
+        if adapter is not None:
+            adapters.put_on(weights, adapter)
+            notices.append(f"adapter `{chosen.adapter_path}`")
         draft = None
         if draft_source is not None:
             draft, more = load_weights(draft_source, chosen.dtype)

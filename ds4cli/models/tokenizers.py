@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,18 @@ def read_template(path: str) -> str:
     if not text.strip():
         raise UsageError(f"the chat template `{path}` is empty")
     return text
+
+
+def end_also(tokenizer: Any, texts: Sequence[str]) -> None:
+    """Let more tokens end a reply. UsageError for a text that is not one token."""
+    for text in texts:
+        ids = list(tokenizer.encode(text, add_special_tokens=False))
+        if len(ids) != 1:
+            raise UsageError(
+                f"`--extra-eos-token`: `{text}` is no token of this model, but {len(ids)}",
+                "`--stop` ends a reply before any text",
+            )
+        tokenizer.eos_token_ids = {*tokenizer.eos_token_ids, ids[0]}
 
 
 def _template_beside(source: Source) -> Any:

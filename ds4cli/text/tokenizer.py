@@ -89,6 +89,10 @@ class Vocabulary:
         """Whether a special token is spelled in a text."""
         return self._specials.search(text) is not None
 
+    def encode_part(self, text: str) -> list[int]:
+        """Token ids of text that goes on: without special tokens in front."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of `tokens`, special tokens included; each broken character is one U+FFFD."""
         text = self._decode(tokens)

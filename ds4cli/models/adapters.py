@@ -1,0 +1,43 @@
+"""LoRA and DoRA adapters, as mlx-lm trains and loads them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from ds4cli.errors import ModelError, UsageError
+
+FILES = ("adapter_config.json", "adapters.safetensors")
+
+
+def find(name: str) -> Path:
+    """The adapter's folder. UsageError if it lacks a file."""
+    folder = Path(name).expanduser()
+    for file in FILES:
+        if not (folder / file).is_file():
+            hint = "name the folder that `mlx_lm.lora --train` wrote"
+            raise UsageError(f"`{name}` has no {file}", hint)
+    return folder
+
+
+def fingerprint(model: str, folder: Path) -> str:
+    """Stands for a model with this adapter."""
+    digest = hashlib.sha256(model.encode())
+    for file in FILES:
+        digest.update((folder / file).read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def put_on(model: Any, folder: Path) -> None:
+    """Put the adapter on a loaded model. ModelError where it was made for another."""
+    import mlx.core as mx
+    from mlx_lm.tuner.utils import load_adapters
+
+    try:
+        load_adapters(model, str(folder))
+    except Exception as error:  # whatever a config of another model brings about
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"the adapter `{folder}` does not fit this model: {first}") from None
+    mx.eval(model.parameters())
+    model.eval()
