@@ -113,7 +113,7 @@ def run(request: GenerateRequest, settings: Settings) -> int:
             session, split, interrupted, live, guard, begun=request.prefill, **limits
         )
     if request.verbose:
-        terminal.notes(engine.notices[said:])
+        terminal.notes([*engine.notices[said:], *filter(None, [session.why_no_drafts])])
     print_end(request, engine, session, completion, writer)
     return terminal.EXIT_INTERRUPTED if completion.finish_reason == "cancelled" else 0
 
@@ -469,6 +469,7 @@ def report(engine: Engine, session: Session, completion: Completion) -> dict[str
             "proposed": stats.proposed,
             "accepted": stats.accepted,
             "parked": stats.parked,
+            "why_none": session.why_no_drafts,
             "accept_counts": stats.accept_counts,
             "by_drafter": stats.by_drafter,
         },

@@ -80,6 +80,8 @@ class FakeSession:
         progress(len(tokens), len(tokens))
         self.stats.prompt_tokens = len(tokens)
 
+    why_no_drafts = ""
+
     def kept_bytes(self) -> dict[str, int]:
         return {"last_block": 1, "horizon": 3, "checkpoints": 4}
 

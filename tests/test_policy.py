@@ -501,3 +501,22 @@ def test_a_block_drafter_is_not_charged_by_length():
         known.observe_draft(guesser, 1, 2.0)
     fixed, each = known.draft_line(guesser)
     assert each == 0 and fixed > 1.5
+
+
+def test_a_wrong_list_of_prices_heals():
+    """Guards: prices measured on a busy machine that park good guesses for ever."""
+    c = clock("flat", "95%")
+    policy = c.controller()
+    policy.costs.use({0: 1.0, 1: 1.0, 2: 3.0, 8: 12.0})
+    c.run(1200, policy)
+    tried = [n for n in c.lengths[:700] if n]
+    assert tried and sum(c.lengths[-100:]) > 100
+
+
+def test_trials_of_what_does_not_pay_are_few():
+    """Guards: healing that costs more than it can gain, where the list is right."""
+    c = Clock(lambda rows: 1 + 2.0 * (rows - 1), Guesser(lambda pos: 0.9))
+    policy = c.controller()
+    c.run(2000, policy)
+    assert 0 < sum(c.lengths) < 12
+    assert "a call of 2 rows costs 3." in policy.verdict and "% of the time" in policy.verdict

@@ -370,6 +370,7 @@ def _table(*columns: str) -> Table:
 def stats(chat: Chat, argument: str) -> None:
     """Print what this chat has read, written, guessed and taken back so far."""
     _refuse(argument)
+    why = chat.conversation.session.policy.verdict
     chat.start_counting()
     table = _table("", "")
     for name, value in chat.totals.items():
@@ -377,6 +378,8 @@ def stats(chat: Chat, argument: str) -> None:
         table.add_row(name.replace("_", " "), shown)
     counts = ", ".join(f"{n}: {blocks:,}" for n, blocks in sorted(chat.accepted.items()))
     table.add_row("blocks by guesses kept", counts)
+    if why and not chat.totals.get("proposed"):
+        table.add_row("no drafts", why)
     for name, size in chat.conversation.session.kept_bytes().items():
         table.add_row(f"kept to go back ({name})", f"{size / 1e6:,.1f} MB")
     terminal.err.print(table)

@@ -40,6 +40,9 @@ ASSUMED_WEIGHT, LATER_WEIGHT = 2.0, 16.0
 # Expected gain, in tokens a block, below which plain decoding is kept: less is within the noise.
 WORTHWHILE = 0.02
 ENOUGH_TRIES = 6
+# A guess is likely right from here on; such guesses that are passed over until one is tried.
+LIKELY = 0.5
+FIRST_TRIAL = 24
 # A chance below which no guess can pay.
 HARDLY = 0.002
 MAX_OPEN = 8
@@ -80,6 +83,8 @@ class DraftPolicy:
         self._next_size = 0
         self._blocks = 0
         self._tempted = False  # there were guesses
+        self._passed_over: _Offer | None = None  # the last guesses that were said not to pay
+        self._untried, self._trial_after = 0, FIRST_TRIAL
         self._asks = self._idle = 0  # in a run ahead, and since one was in vain
 
     @property
@@ -168,9 +173,37 @@ class DraftPolicy:
         if self._mode == "always":
             best.k = max(1, best.k)
             return best
-        probe = self._due_probe(offers, room)
+        probe = self._due_probe(offers, room) or self._due_trial(best)
         self.parked += probe is None
+        self._passed_over = best
         return probe
+
+    def _due_trial(self, offer: _Offer) -> _Offer | None:
+        """Now and then one guess that is likely right and yet said not to pay: a list of prices
+        that is wrong is found out by that alone. Ever more rarely, as each one confirms the list.
+        """
+        if not self.costs.known or not offer.drafts or self._chance(offer) < LIKELY:
+            return None
+        self._untried += 1
+        if self._untried < self._trial_after:
+            return None
+        offer.k, offer.is_trial = 1, True
+        return offer
+
+    @staticmethod
+    def _chance(offer: _Offer) -> float:
+        return offer.chances.survival(1)[0]
+
+    @property
+    def verdict(self) -> str:
+        """Why guesses were passed over, in words; empty if none was."""
+        offer = self._passed_over
+        if offer is None:
+            return ""
+        return (
+            f"guesses did not pay: a call of 2 rows costs {self.costs.price(2):.2f} plain tokens "
+            f"here, and a first guess is right {100 * self._chance(offer):.0f} % of the time"
+        )
 
     def _offer(self, part: Drafter, tokens: Sequence[int], room: int, region: str) -> _Offer | None:
         """What a part has to offer: a free one is asked, of a costly one all is expectation."""
@@ -241,6 +274,8 @@ class DraftPolicy:
         part, drafts, k = offer.part, offer.drafts, offer.k
         if offer.is_probe:
             offer.place.begin_probe()
+        if offer.is_trial:
+            self._untried, self._trial_after = 0, 2 * self._trial_after
         if drafts is None:
             drafts = self._ask(part, tokens, k)
             self._watch(tokens, drafts, offer.place, offer.place.about(part.confidence, True))
@@ -410,6 +445,7 @@ class _Offer:
     k: int = 0
     gain: float = 0.0
     is_probe: bool = False
+    is_trial: bool = False
 
 
 class _Proposal:

@@ -158,6 +158,11 @@ class Session:
         """Model calls and tokens fed since this session began, whoever asked for them."""
         return self._timeline.counters
 
+    @property
+    def why_no_drafts(self) -> str:
+        """Why no guess was fed, in words; empty if one was, or if there was none to feed."""
+        return "" if self.stats.proposed or not self.stats.parked else self.policy.verdict
+
     def kept_bytes(self) -> dict[str, int]:
         """Bytes kept alive for going back: "last_block" (a part of "horizon"), "horizon",
         "checkpoints"."""
