@@ -319,7 +319,7 @@ class Session:
 
     def _picked(self, pick: int) -> None:
         """`pick` follows. It was made from the very row, so whatever moves the session voids it."""
-        self._next = (self.logits, self.attempt, pick)
+        self._next = (self._timeline.logits, self.sampler.attempt, pick)
 
     def pick_again(self) -> None:
         """What follows is picked anew: less is allowed, or another attempt has other noise."""

@@ -42,7 +42,7 @@ class Layers:
         self.can_cut = all(a.keeps_every_row for a in self.adapters)
         self.splits_long_calls = any(a.splits_long_calls for a in self.adapters)
         self._seekable = [a for a in self.adapters if a.seekable]
-        self._kin: weakref.WeakSet[Layers] = weakref.WeakSet([self])
+        self._kin: weakref.WeakSet[Layers] | None = None  # all branches, once there are some
 
     # -- around a model call ----------------------------------------------------------------------
 
@@ -60,7 +60,7 @@ class Layers:
 
     def before_write(self) -> None:
         """Must precede every model call: stops sharing rows that the call could overwrite."""
-        if len(self._kin) > 1:
+        if self._kin is not None and len(self._kin) > 1:
             branches = [layers.adapters for layers in self._kin if layers is not self]
             for a, *others in zip(self.adapters, *branches, strict=True):
                 a.leave(others)
@@ -125,8 +125,8 @@ class Layers:
         """Independent twins at the same position. Rows are shared until both have written."""
         adapters = [a.fork() for a in self.adapters]
         twin = Layers(nest(self.caches, adapters), adapters)
+        self._kin = twin._kin = self._kin or weakref.WeakSet([self])
         self._kin.add(twin)
-        twin._kin = self._kin
         return twin
 
     def state(self) -> list[dict[str, Any]]:
