@@ -10,7 +10,8 @@ from folder import VOCAB_SIZE
 from oracle import FAMILIES, Letters, check, engine, interrupts, plain, prompt
 from tiny import build
 
-from ds4cli.drafters.ngram import NgramDrafter, _Chain
+from ds4cli.drafters.links import Links
+from ds4cli.drafters.ngram import NgramDrafter
 from ds4cli.engine.engine import Engine
 from ds4cli.errors import ModelError, StateError, UsageError
 from ds4cli.rewind import storage
@@ -209,7 +210,7 @@ def test_forks_of_forks_write_and_go_back(name):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_error_at_any_line_of_the_index_leaves_a_usable_session(error):
     """Links half undone made every later move fail with a `KeyError`."""
-    work = NgramDrafter.rewind, NgramDrafter._index, _Chain.extend, _Chain.drop
+    work = NgramDrafter.rewind, NgramDrafter._index, Links.extend, Links.drop
     struck = 0
     for interrupt in interrupts(*work, error=error):
         session = session_of("llama", prompt(24), drafter="ngram", speculate="always")
