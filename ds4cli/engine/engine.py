@@ -181,11 +181,7 @@ class Engine(Vocabulary):
         notices = [*source.origins, *source.notices, *notices]
         template = read_template(chosen.chat_template) if chosen.chat_template else None
         adapter = None if chosen.adapter_path is None else adapters.find(chosen.adapter_path)
-        tokenizer = load_tokenizer(source, template)
-        end_also(tokenizer, chosen.extra_eos_token)
-        if draft_source is not None:
-            draft_tokenizer = load_tokenizer(draft_source)
-            check_same_tokenizer(tokenizer, draft_tokenizer, draft_source.name)
+        tokenizer = _tokenizer(chosen, source, draft_source, template)
         context_tokens = _context(source, draft_source)
         vocabulary = Vocabulary(tokenizer, context_tokens, chosen)
         notices += check_vocabulary(source, vocabulary)
@@ -323,6 +319,17 @@ class Engine(Vocabulary):
 def _device_name() -> str:
     """The processor or GPU that computes: a host's name changes with the network."""
     return str(mx.device_info(mx.default_device()).get("device_name"))
+
+
+def _tokenizer(
+    settings: Settings, target: Source, draft: Source | None, template: str | None
+) -> Any:
+    """The target's tokenizer; a draft model's has to be the same."""
+    tokenizer = load_tokenizer(target, template)
+    end_also(tokenizer, settings.extra_eos_token)
+    if draft is not None:
+        check_same_tokenizer(tokenizer, load_tokenizer(draft), draft.name)
+    return tokenizer
 
 
 def _drafting(
