@@ -263,16 +263,17 @@ def stats_line(stats: Stats, peak_bytes: int, width: int | None = None) -> str:
 
     width: what the line may take. What says least is shortened first, or left out.
     """
-    # Each part long and short, in the order in which they stand; the number says who yields first.
+    # Each part from long to short, in the order in which they stand, and when it gets shorter.
     parts = [
-        (9, _rate(stats.generated_tokens, stats.decode_s), ""),
-        (2, *_drafts(stats)),
-        (4, _prompt(stats), ""),
-        (3, *_going_back(stats)),
-        (1, f"{peak_bytes / 1e9:.1f} GB", ""),
+        ((_rate(stats.generated_tokens, stats.decode_s),), ()),
+        ((*_drafts(stats), ""), (2, 5)),
+        ((_prompt(stats), ""), (4,)),
+        (_going_back(stats), (3,)),
+        ((f"{peak_bytes / 1e9:.1f} GB", ""), (1,)),
     ]
-    for least in range(1, 6):
-        line = " · ".join(filter(None, (s if rank < least else long for rank, long, s in parts)))
+    for step in range(6):
+        chosen = (forms[sum(step >= when for when in steps)] for forms, steps in parts)
+        line = " · ".join(filter(None, chosen))
         if width is None or len(line) <= width:
             break
     return line

@@ -361,7 +361,7 @@ def test_stats_line():
     assert line == words
 
 
-@pytest.mark.parametrize("width", [200, 80, 60, 40])
+@pytest.mark.parametrize("width", [200, 80, 60, 40, 30])
 def test_the_stats_line_fits_its_screen(width):
     """Guards: a line that wraps, or one that says less than there is room for."""
     stats = SimpleNamespace(
@@ -374,6 +374,7 @@ def test_the_stats_line_fits_its_screen(width):
         80: "81 tok/s · 2.9 a call · prompt 73, 51 kept · back 78 tokens in 2 ms",
         60: "81 tok/s · 2.9 a call · prompt 73, 51 kept · back 78 in 2 ms",
         40: "81 tok/s · 2.9 a call · back 78 in 2 ms",
+        30: "81 tok/s · back 78 in 2 ms",
     }
     line = terminal.stats_line(stats, 9_800_000_000, width)
     assert line == shown[width] and len(line) <= width
