@@ -6,6 +6,7 @@ switches come from `options.py`; to add a command, write one function under "com
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -449,7 +450,9 @@ def chat(
         quiet=run.quiet,
     )
     chosen = asked.settings_for(request, run.settings, run.resolved.origins["model"] != "default")
-    engine = generate.load_engine(chosen, tools=tools, quiet=run.quiet, verbose=run.verbose)
+    # What is typed while the model loads is the first message.
+    with terminal.UnseenKeys() if sys.stdin.isatty() else contextlib.nullcontext():
+        engine = generate.load_engine(chosen, tools=tools, quiet=run.quiet, verbose=run.verbose)
     from ds4cli.chat import loop
 
     chosen = chosen.filled({"temp": settings.CHAT_TEMP, **engine.sampling})

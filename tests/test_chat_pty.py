@@ -47,7 +47,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def arguments(folder: Path, *more: str) -> list[str]:
     bias = [f"--logit-bias={i}={b}" for i, b in talk.LETTERS_ONLY.items()]
-    return ["-m", "ds4cli", "chat", "-m", str(folder), "-n", "12", *bias, *more]
+    return ["-m", "ds4cli", "chat", "-m", str(folder), "-n", "12", "--temp", "0", *bias, *more]
 
 
 class Terminal:
