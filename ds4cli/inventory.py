@@ -70,9 +70,7 @@ def run(remove: str | None = None) -> int:
 
 def rows(found: Sequence[Cached]) -> list[list[str]]:
     """A line of words for each model and head."""
-    from ds4cli.drafters import heads
-
-    kinds = {each.name: heads.kind_of(each.config) for each in found}
+    kinds = {each.name: _head_kind(each) for each in found}
     given = []
     for each in found:
         kind, size = kinds[each.name], f"{each.size_bytes / 1e9:.1f} GB"
@@ -88,6 +86,16 @@ def rows(found: Sequence[Cached]) -> list[list[str]]:
         kind_name = str(each.config.get("model_type", "?"))
         given.append([each.name, kind_name, size, *can, ", ".join(fitting)])
     return given
+
+
+def _head_kind(each: Cached) -> Any:
+    """The kind of head that a repository holds; None for a model, or a head that is refused."""
+    from ds4cli.drafters import heads
+
+    try:
+        return heads.kind_of(each.config, each.name)
+    except DS4Error:
+        return None
 
 
 def _fits(kind: Any, head: Cached, target_config: dict[str, Any]) -> bool:

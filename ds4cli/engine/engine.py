@@ -195,8 +195,7 @@ class Engine(Vocabulary):
         weights, more = load_weights(source, chosen.dtype)
         notices += more
         if adapter is not None:
-            adapters.put_on(weights, adapter)
-            notices.append(f"adapter `{chosen.adapter_path}`")
+            notices += adapters.put_on(weights, adapter)
         draft = None
         if draft_source is not None:
             draft, more = load_weights(draft_source, chosen.dtype)

@@ -29,8 +29,9 @@ def fingerprint(model: str, folder: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def put_on(model: Any, folder: Path) -> None:
-    """Put the adapter on a loaded model. ModelError where it was made for another."""
+def put_on(model: Any, folder: Path) -> list[str]:
+    """Put the adapter on a loaded model; returns notices. ModelError where it was made for another
+    model."""
     import mlx.core as mx
     from mlx_lm.tuner.utils import load_adapters
 
@@ -41,3 +42,4 @@ def put_on(model: Any, folder: Path) -> None:
         raise ModelError(f"the adapter `{folder}` does not fit this model: {first}") from None
     mx.eval(model.parameters())
     model.eval()
+    return [f"adapter `{folder}`"]
