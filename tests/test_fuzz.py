@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -24,7 +25,8 @@ FEW, MANY = 60, 2000  # of each of five kinds: ten thousand in the long run
 COUNTS = [FEW, pytest.param(MANY, marks=pytest.mark.slow)]
 
 ODD = [
-    None, True, 0, -1, 1.5, 10**30, -(10**30), 1e308, float("nan"), float("-inf"), "", "x", "\0",
+    None, True, 0, -1, 1.5, 10**30, -(10**30), 10**400, 1e308, float("nan"), float("-inf"), "", "x",
+    "\0",
     "\ud800", "é" * 200, "\x1b[2J", [], {}, [[]], [None], {"": None}, {"a": {"a": 1}}, "1", "-1",
 ]  # fmt: skip
 NESTED = "[" * 20_000, '{"a":' * 20_000
@@ -67,9 +69,9 @@ def bent(tree: Any, rng: random.Random) -> Any:
         elif kind == 1 and isinstance(holder, dict):
             holder[rng.choice(["", "x", "role", "custom_id", "\ud800"])] = holder.pop(key)
         elif kind == 1:
-            holder.append(holder[key])
+            holder.append(copy.deepcopy(holder[key]))
         else:
-            holder[key] = rng.choice(ODD)
+            holder[key] = copy.deepcopy(rng.choice(ODD))
     return tree
 
 

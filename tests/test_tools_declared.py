@@ -57,6 +57,14 @@ def test_both_forms_of_a_declaration(tmp_path):
         ([{**GOOD, "description": 3}], "[0].description"),
         ([{"name": "f", "parameters": {"type": "array"}}], "[0].parameters.type"),
         (
+            [{"name": "f", "parameters": {"properties": {"a": {"type": [[]]}}}}],
+            "[0].parameters.properties.a.type",
+        ),
+        (
+            [{"name": "f", "parameters": {"properties": {"a": {"type": 10**400}}}}],
+            "[0].parameters.properties.a.type",
+        ),
+        (
             [{"name": "f", "parameters": {"properties": {"a": {"items": {"type": "strin"}}}}}],
             "[0].parameters.properties.a.items.type",
         ),
@@ -93,6 +101,7 @@ def test_what_is_not_declared_is_no_argument():
 
 
 VALID = [
+    ({"maxLength": 10**400}, "a"),
     ({"type": "integer"}, 3.0),
     ({"type": ["string", "null"]}, None),
     ({"type": "string", "nullable": True}, None),

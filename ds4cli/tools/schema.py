@@ -191,7 +191,7 @@ def _wrong(node: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """(keyword, what is wrong with it) in one schema, not in its parts."""
     declared = node.get("type", [])
     names = [declared] if isinstance(declared, str) else declared
-    if not isinstance(names, list) or any(n not in _TYPES for n in names):
+    if not isinstance(names, list) or not all(isinstance(n, str) and n in _TYPES for n in names):
         yield "type", f"unknown type `{json.dumps(declared)}`"
     yield from ((w, "must be an object") for w in _SUBSCHEMA_MAPS if not _is(dict, node, w))
     yield from ((w, "must be a list") for w in _LISTS if not _is(list, node, w))
@@ -216,7 +216,9 @@ def _is(kind: type, node: dict[str, Any], word: str) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and float(value).is_integer()
+    # A whole number may have more digits than a float can hold.
+    is_whole = isinstance(value, int) or (_is_number(value) and value.is_integer())
+    return is_whole and _is_number(value) and value >= 0
 
 
 def _listed(node: dict[str, Any], word: str) -> list[Any]:
