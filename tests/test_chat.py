@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 import talk
-from folder import save_folder
+from folder import TEMPLATE, save_folder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from talk import check, check_replies, check_reply
 
 from ds4cli.chat import commands, editor, journal, prompt, shelf
 from ds4cli.chat import request as asked
+from ds4cli.chat.conversation import Conversation
 from ds4cli.chat.request import ChatRequest
 from ds4cli.chat.transcript import Turn
+from ds4cli.engine.engine import Engine
 from ds4cli.errors import StateError, UsageError
 from ds4cli.rewind import storage
 from ds4cli.tokens import common_prefix
@@ -1153,3 +1155,15 @@ def test_history_is_bounded(tmp_path):
     file.path.write_text("".join(f'"{i}"\n' for i in range(2500)))
     assert len(file.load()) == 1000 and file.load()[-1] == "2499"
     assert len(file.path.read_text().splitlines()) == 1000
+
+
+def test_a_setting_that_the_template_refuses_changes_nothing(tmp_path):
+    """Guards: `/set think true` fails for want of such a switch, and is half in force."""
+    template = TEMPLATE.replace("enable_thinking", "other")
+    engine = Engine.load(save_folder(tmp_path / "m", template=template))
+    conversation = Conversation(engine, engine.settings)
+    before = conversation.settings, conversation.scribe, conversation.session.sampler
+    with pytest.raises(UsageError, match="no switch"):
+        conversation.use(replace(engine.settings, think=True))
+    after = conversation.settings, conversation.scribe, conversation.session.sampler
+    assert all(one is other for one, other in zip(before, after, strict=True))

@@ -68,13 +68,14 @@ class Conversation:
         self._before: Transcript | None = None  # what a reply that never came takes us back to
 
     def use(self, settings: Settings) -> None:
-        """Go on with other sampling, form or template settings."""
-        self._wanted = from_settings(settings)
-        self._kept_guard: tuple[Turn | None, AnyGuard | None] = None, None
+        """Go on with other sampling, form or template settings; with all of them or none."""
+        wanted = from_settings(settings)
+        template = self.engine.template(settings, [tool.spec for tool in self.tools])
         self.session.use(settings)
         self.settings = settings
-        specs = [tool.spec for tool in self.tools]
-        self.scribe = Scribe(self.engine.template(settings, specs), self.engine.decode)
+        self._wanted = wanted
+        self._kept_guard: tuple[Turn | None, AnyGuard | None] = None, None
+        self.scribe = Scribe(template, self.engine.decode)
 
     @property
     def line(self) -> Line:
