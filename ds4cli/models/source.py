@@ -63,7 +63,7 @@ class Source:
         """What of the folder is not used, though somebody may think that it is."""
         if not (self.folder / ADAPTERS).exists():
             return []
-        return [f"`{ADAPTERS}` in `{self.name}` is not used: fuse it with `mlx_lm.fuse`"]
+        return [f"`{ADAPTERS}` in `{self.name}` is not used: `--adapter-path` takes its folder"]
 
     @property
     def origins(self) -> list[str]:
