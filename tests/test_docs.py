@@ -18,6 +18,7 @@ from ds4cli.settings import OPTIONS, Settings
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted((ROOT / "ds4cli").glob("*/README.md"))
 
 
 def section(title: str, page: str = README) -> str:
@@ -26,8 +27,9 @@ def section(title: str, page: str = README) -> str:
 
 
 def tree() -> dict[str, str]:
-    """Path -> description, from README's file tree. Folders end with a slash."""
-    block = section("Files").split("```")[1].strip("\n")
+    """Path -> description, from the file tree beside the code. Folders end with a slash."""
+    page = (ROOT / "ds4cli" / "README.md").read_text(encoding="utf-8")
+    block = section("Files", page).split("```")[1].strip("\n")
     found, folders = {}, []
     for line in block.splitlines():
         name, _, words = line.strip().partition("  ")
@@ -99,7 +101,11 @@ def test_commands_in_readme_exist():
     commands = typer.main.get_command(cli.app).commands.values()
     parameters = [p for command in commands for p in command.params]
     flags = {flag for p in parameters for flag in (*p.opts, *p.secondary_opts)}
-    ours = re.sub(r"`python examples/[^`]*`", "", README)  # scripts have flags of their own
+    pages = [README, *(path.read_text(encoding="utf-8") for path in PAGES)]
+    ours = re.sub(
+        r"`?python examples/[^`\n]*`?", "", "".join(pages)
+    )  # scripts have flags of their own
+    ours = re.sub(r"\(`examples/[^)]*\)", "", ours)
     used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", ours))
     assert used <= flags
 
@@ -166,8 +172,24 @@ def test_the_table_of_cache_kinds_is_whole():
 def test_the_call_lists_name_what_there_is():
     """Guards: a reader follows a step, a rewind or a repair to a function that is gone."""
     page = (ROOT / "ds4cli" / "README.md").read_text(encoding="utf-8")
-    listed = [line.split()[0] for line in page.splitlines() if line.startswith("    ")]
+    lists = page.split("\n## Files\n")[0]
+    listed = [line.split()[0] for line in lists.splitlines() if line.startswith("    ")]
     names = {name.rpartition(".")[2] for name in listed if re.fullmatch(r"[A-Za-z_.]+", name)}
     code = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "ds4cli").rglob("*.py"))
     defined = set(re.findall(r"def (\w+)", code))
     assert len(names) > 20 and names - defined == set()
+
+
+def test_readme_is_a_page_and_its_links_lead_somewhere():
+    """Guards: a page for users that nobody reads to its end, and links to what was moved."""
+    assert len(README.splitlines()) <= 250
+    for page in (ROOT / "README.md", *PAGES):
+        for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page}: {link}"
+
+
+def test_the_examples_are_told():
+    """Guards: a program that no page names."""
+    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    files = [path.name for path in (ROOT / "examples").iterdir() if path.is_file()]
+    assert sorted(name for name in files if name not in page) == ["README.md", "agent-trace.jsonl"]
