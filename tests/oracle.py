@@ -45,7 +45,7 @@ class Letters:
     def __len__(self) -> int:
         return V
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, **options: bool) -> list[int]:
         return [self.alphabet.index(c) for c in text]
 
     def decode(self, ids: Sequence[int], **_: object) -> str:

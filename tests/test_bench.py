@@ -37,7 +37,7 @@ SMALL = Matrix(
 class AnyLetters(Letters):
     """Encodes every text, so that the program's own source can be read."""
 
-    def encode(self, text):
+    def encode(self, text, **options):
         return [ord(c) % V for c in text]
 
 

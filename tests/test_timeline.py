@@ -201,7 +201,7 @@ def test_a_long_horizon_holds_few_arrays(horizon_tokens, monkeypatch):
 
 def test_rows_are_copied_together_a_little_at_a_time(monkeypatch):
     """Every 32 tokens a wait for thousands of copies, on a model with big states."""
-    monkeypatch.setattr(horizon, "DENSE_BASES", 10**9)
+    monkeypatch.setattr(horizon, "DENSE_CHECKPOINTS", 10**9)
     t = timeline("qwen3_next", horizon=256)
     joined, join = [0], Tape.compact
 

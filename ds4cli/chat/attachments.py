@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,7 @@ class Attachments:
 
 def _paths(pattern: str) -> Sequence[Path]:
     """The file of this very name, else the files that the pattern matches."""
-    path = Path(pattern).expanduser()
+    path = Path(os.path.expanduser(pattern))
     if path.exists() or not glob.has_magic(pattern):
         return [path]
     found = sorted(map(Path, glob.glob(str(path), recursive=True)))

@@ -190,7 +190,7 @@ class Engine(Vocabulary):
         if adapter is not None:
             fingerprint = adapters.fingerprint(fingerprint, adapter)
         if chosen.corpus is not None:
-            corpus = Corpus.kept(Path(chosen.corpus).expanduser(), fingerprint)
+            corpus = Corpus.kept(Path(os.path.expanduser(chosen.corpus)), fingerprint)
         before_weights(vocabulary)
         weights, more = load_weights(source, chosen.dtype)
         notices += more
