@@ -113,9 +113,10 @@ def _explain_usage(error: TyperException) -> int:
     ctx = getattr(error, "ctx", None)
     hint = f"see `{ctx.command_path} --help`" if ctx is not None else None
     message = error.format_message()
-    if hasattr(error, "possibilities"):
-        message = f"unknown option `{error.option_name}`"
-        hint = settings.nearest(error.option_name, error.possibilities or ()) or hint
+    option = getattr(error, "option_name", None)
+    if option is not None and hasattr(error, "possibilities"):
+        message = f"unknown option `{option}`"
+        hint = settings.nearest(option, error.possibilities or ()) or hint
     if message:  # empty when Typer has printed the help already
         terminal.fail(message, hint)
     return error.exit_code
@@ -125,7 +126,7 @@ def _explain_output(error: OSError) -> int:
     """Standard output takes no more."""
     _close_stdout()
     if error.errno != errno.EPIPE:
-        terminal.fail(f"cannot write the output: {error.strerror.lower()}")
+        terminal.fail(f"cannot write the output: {str(error.strerror).lower()}")
     return 1
 
 
@@ -298,8 +299,8 @@ def generate(
     fail_fast: FailFast = False,
 ) -> None:
     """Answer one prompt, or a batch. Piped text comes first, then files, then the prompt."""
-    switches = dict(output=output, lines=lines, group=group, resume=resume, force=force,
-                    fail_fast=fail_fast)  # fmt: skip
+    switches: dict[str, Any] = dict(output=output, lines=lines, group=group, resume=resume,
+                                    force=force, fail_fast=fail_fast)  # fmt: skip
     if batch is not None:
         others = dict(prompt=prompt or prompt_option, file=file, json=as_json, extract=extract,
                       no_stream=no_stream, session=session, prompt_cache=prompt_cache,

@@ -66,12 +66,14 @@ def prices(engine: Engine) -> list[str]:
     known, path = engine.prices.seconds, engine.prices.path
     if not known:
         return ["not measured yet: the first reply with guesses that may pay does it"]
-    costs = ", ".join(f"{rows}: {known[rows] / known[0]:.2f}" for rows in sorted(known) if rows)
-    return [f"by rows, in plain tokens of {1e3 * known[0]:.2f} ms: {costs}", f"kept in {path}"]
+    plain_s = known[0]
+    costs = ", ".join(f"{rows}: {known[rows] / plain_s:.2f}" for rows in sorted(known) if rows)
+    return [f"by rows, in plain tokens of {1e3 * plain_s:.2f} ms: {costs}", f"kept in {path}"]
 
 
 def _lists() -> list[Path]:
-    return sorted((cache_folder() / "call-costs").glob("*.json"))
+    folder = cache_folder()
+    return [] if folder is None else sorted((folder / "call-costs").glob("*.json"))
 
 
 def _reset() -> int:

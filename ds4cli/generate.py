@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from ds4cli import prompt_cache, signals, terminal
 from ds4cli.backend import blas, precision
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ds4cli.structured.guards import AnyGuard
     from ds4cli.structured.wanted import Wanted
     from ds4cli.text.tokenizer import Vocabulary
-    from ds4cli.tools import ParsedCall, Tool
+    from ds4cli.tools import Tool
 
 BUILTIN_NOTE = "built-in demo model; -m takes a folder or a hub id"
 # A block that is not closed ends with the reply.
@@ -67,6 +67,13 @@ class GenerateRequest:
         return self.stream and not self.as_json and not self.extract
 
 
+class WrittenCall(Protocol):
+    """A tool call of a reply."""
+
+    def openai(self) -> dict[str, Any]:
+        """It in OpenAI's form."""
+
+
 @dataclass
 class Completion:
     """A reply as it stands: answer, reasoning, tool calls, why it ended (None while it goes on).
@@ -78,7 +85,7 @@ class Completion:
     text: str = ""
     reasoning: str = ""
     finish_reason: str | None = None
-    calls: tuple[ParsedCall, ...] = ()
+    calls: tuple[WrittenCall, ...] = ()
     note: str = ""
     parsed: Any = None
 

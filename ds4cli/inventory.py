@@ -32,8 +32,10 @@ def cached() -> list[Cached]:
     found = []
     for repo in _scan():
         newest = max(repo.revisions, key=lambda r: r.last_modified, default=None)
-        config = newest.snapshot_path / "config.json" if newest else None
-        if config is not None and config.is_file():
+        if newest is None:
+            continue
+        config = newest.snapshot_path / "config.json"
+        if config.is_file():
             values = json.loads(config.read_text(encoding="utf-8"))
             found.append(Cached(repo.repo_id, repo.size_on_disk, newest.snapshot_path, values))
     return sorted(found, key=lambda each: each.name)

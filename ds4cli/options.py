@@ -154,10 +154,10 @@ def _parameter(name: str, option: Option) -> inspect.Parameter:
         show_default=False,
         autocompletion=(lambda: list(option.choices)) if option.choices else None,
     )
-    kinds = {bool: bool | None, list: list[str] | None, dict: list[str] | None}
+    kinds: dict[type, Any] = {bool: bool | None, list: list[str] | None, dict: list[str] | None}
     # Numbers arrive as text: `settings` parses them, with one message for flag, file and variable.
-    annotation = Annotated[kinds.get(option.kind, str | None), info]
-    return _keyword(name, annotation)
+    kind = kinds.get(option.kind, str | None)
+    return _keyword(name, Annotated[kind, info])
 
 
 def flags(name: str, option: Option) -> tuple[str, ...]:

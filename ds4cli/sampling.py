@@ -79,8 +79,10 @@ class Sampler:
             kept = keep(kept)
         if mask is not None:
             kept = _allow(kept, rows, mask)
+        temp = self.settings.temp
+        assert temp is not None, "the engine has decided"
         noise = self._noise.rows(self.attempt, pos, len(rows))[:, : rows.shape[-1]]
-        picks = mx.argmax(kept * (1 / self.settings.temp) + noise, axis=-1).astype(mx.int32)
+        picks = mx.argmax(kept * (1 / temp) + noise, axis=-1).astype(mx.int32)
         return mx.where(mx.isnan(rows[:, 0]), 0, picks)  # for `refuse_nan`
 
     def _penalise(self, rows: mx.array, pos: int, history: Sequence[int]) -> mx.array:
@@ -113,14 +115,16 @@ class Noise:
 
     def rows(self, attempt: int, pos: int, k: int) -> mx.array:
         """Noise (k, width) for positions pos, pos + 1, ..."""
-        if self._drawn is None or attempt != self._attempt or not self._has(pos, k):
+        drawn = self._drawn
+        if drawn is None or attempt != self._attempt or not self._has(pos, k):
             self._attempt, self._start = attempt, pos
-            self._drawn = self._draw(max(k, self._most))
+            drawn = self._drawn = self._draw(max(k, self._most))
         first = pos - self._start
-        return self._drawn[first : first + k]
+        return drawn[first : first + k]
 
     def _has(self, pos: int, k: int) -> bool:
-        return self._start <= pos and pos + k <= self._start + len(self._drawn)
+        drawn = 0 if self._drawn is None else len(self._drawn)
+        return self._start <= pos and pos + k <= self._start + drawn
 
     def _draw(self, n: int) -> mx.array:
         keys = [position_key(self._seed, self._attempt, self._start + i) for i in range(n)]
@@ -162,7 +166,7 @@ class _HistoryCounts:
         return self._base
 
 
-def _add(counts: mx.array, changes: list[tuple[int, int, int]]) -> mx.array:
+def _add(counts: mx.array, changes: Sequence[tuple[int, int, float]]) -> mx.array:
     """`counts` (k, V) with each (row, id, by) added."""
     if not changes:
         return counts
@@ -173,12 +177,14 @@ def _add(counts: mx.array, changes: list[tuple[int, int, int]]) -> mx.array:
 def _filters(settings: Settings) -> list[Callable[[mx.array], mx.array]]:
     """mlx-lm's filters in its order (`mlx_lm.sample_utils.make_sampler`)."""
     filters: list[Callable[[mx.array], mx.array]] = []
-    if 0 < settings.top_p < 1:
-        filters.append(lambda rows: apply_top_p(rows, settings.top_p))
-    if settings.min_p > 0:
-        filters.append(lambda rows: apply_min_p(rows, settings.min_p))
-    if settings.top_k > 0:
-        filters.append(lambda rows: _top_k(rows, settings.top_k))
+    top_p, min_p, top_k = settings.top_p, settings.min_p, settings.top_k
+    assert top_p is not None and top_k is not None, "the engine has decided"
+    if 0 < top_p < 1:
+        filters.append(lambda rows: apply_top_p(rows, top_p))
+    if min_p > 0:
+        filters.append(lambda rows: apply_min_p(rows, min_p))
+    if top_k > 0:
+        filters.append(lambda rows: _top_k(rows, top_k))
     return filters
 
 

@@ -317,7 +317,7 @@ def _typed(kind: type, value: Any) -> Any:
         return Table(value) if isinstance(value, dict) and not _has_null(value) else None
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value) if abs(value) <= sys.float_info.max else math.inf
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+    if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
         return None
     return value
 

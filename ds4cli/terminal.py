@@ -36,7 +36,7 @@ class SafeConsole(Console):
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, highlight=False, emoji=False, **options)
 
-    def render_str(self, text: str, **options: Any) -> Text:  # type: ignore[override]
+    def render_str(self, text: str, **options: Any) -> Text:
         """Escaped before it is measured, so that tables stay in line."""
         return super().render_str(visible(text), **options)
 

@@ -72,3 +72,11 @@ def test_noise_is_named_by_position():
     """Guards: machines whose texts at a temperature differ, and nobody sees why."""
     found = doctor.noise_hashes(50)
     assert found == doctor.noise_hashes(50) and len(set(found.values())) == len(found)
+
+
+def test_lists_of_costs_without_a_folder_for_them(monkeypatch):
+    """Guards: a crash where nobody knows a folder for what is kept between runs."""
+    from ds4cli import doctor
+
+    monkeypatch.setattr(doctor, "cache_folder", lambda: None)
+    assert doctor._reset() == 0

@@ -19,7 +19,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     ("errors", "escapes", "backend.disk", "help"),
     ("drafters.registry", "atomic"),
-    ("settings", "tokens", "models.mlx_lm", "terminal"),
+    ("settings", "tokens", "arrays", "models.mlx_lm", "terminal"),
     ("signals",),
     ("backend", "text", "hooks", "models"),
     ("caches", "sampling", "tools"),

@@ -296,6 +296,19 @@ def test_a_call_or_a_text():
     assert play(guard, wrapper, '{"name": "A", "age": 1}')[-1].event is None
 
 
+def test_what_waits_is_text_that_was_not_shown():
+    """Guards: a chat with tools and a form that ends with an error, because nobody knows what of
+    an unfinished reply was not shown yet."""
+    wrapper = tokenizer()
+    guard = both(wrapper)
+    steps = play(guard, wrapper, "<tool_ca")
+    assert "".join(step.emit for step in steps) + guard.waiting == "<tool_ca"
+    guard = both(wrapper)
+    text = '{"name": "A"'
+    steps = play(guard, wrapper, text)
+    assert "".join(step.emit for step in steps) + guard.waiting == text
+
+
 def test_going_back_forgets_text_and_calls():
     """Guards: a reply that is rewound to its beginning and stays decided."""
     wrapper = tokenizer()

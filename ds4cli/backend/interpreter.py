@@ -13,7 +13,9 @@ OLDEST = (3, 10)
 
 
 def problem(
-    version: Sequence[int] = sys.version_info, system: str | None = None, machine: str | None = None
+    version: Sequence[int] = sys.version_info[:3],
+    system: str | None = None,
+    machine: str | None = None,
 ) -> str:
     """Why this interpreter cannot run ds4cli, with a hint; empty if it can."""
     if tuple(version[:2]) < OLDEST:

@@ -143,4 +143,5 @@ def _text_choice(index: int, completion: Completion) -> dict[str, Any]:
 
 
 def _reason(completion: Completion) -> str | None:
-    return FINISH_REASONS.get(completion.finish_reason, completion.finish_reason)
+    reason = completion.finish_reason
+    return None if reason is None else FINISH_REASONS.get(reason, reason)

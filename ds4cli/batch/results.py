@@ -239,7 +239,7 @@ class _Earlier:
                 self._order.append(key)
                 self._starts.append(start)
                 self._end = start + len(raw)
-            if key and (in_order or key not in self.places):
+            if result and key and (in_order or key not in self.places):
                 self.places[key] = start if in_order else ~start
                 self._note(key, result)
 
@@ -287,8 +287,9 @@ def _read(raw: bytes) -> dict[str, Any] | None:
         line = json.loads(raw) if raw.endswith(b"\n") else None
     except (ValueError, RecursionError):
         return None
-    known = isinstance(line, dict) and isinstance(line.get("custom_id"), str)
-    return line if known and {"response", "error"} <= line.keys() else None
+    if not isinstance(line, dict) or not isinstance(line.get("custom_id"), str):
+        return None
+    return line if {"response", "error"} <= line.keys() else None
 
 
 def _is_good(result: dict[str, Any]) -> bool:

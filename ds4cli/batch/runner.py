@@ -120,6 +120,7 @@ class Planner:
 
     def _tokens(self, item: Item) -> list[int]:
         if self.is_raw(item):
+            assert item.prompt is not None, "a body without messages has one"
             return self.vocabulary.encode(item.prompt)
         generate.check_tools(self.vocabulary, self.tools_of(item))
         template = self._template(item)
@@ -268,7 +269,8 @@ class Runner:
         if not is_raw:
             thinks = generate.opens_thinking(self.engine, job.prompt)
             split = generate.splitter(self.engine, thinks)
-        limits = {"max_tokens": settings.max_tokens, "stop": settings.stop, "raw": is_raw}
+        limits: dict[str, Any] = {"max_tokens": settings.max_tokens, "stop": settings.stop}
+        limits["raw"] = is_raw
         guard = self._guard(job.item, thinks)
         completion = generate.complete(self.session, split, self.cancel, None, guard, **limits)
         if completion.finish_reason == "cancelled":

@@ -16,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ds4cli.arrays import integer, number
 from ds4cli.bench.lab import HALF_PRECISION_MARGIN, Lab, gap
 from ds4cli.bench.reference import Pick, Reference
 from ds4cli.engine.engine import Engine
@@ -148,7 +149,7 @@ class Examiner:
     def _picker(self, temp: float) -> Pick:
         engine = self.lab.engine
         sampler = Sampler(replace(engine.settings, temp=temp), engine.token_limit)
-        return lambda row, tokens: sampler.pick(row[None], len(tokens), tokens).item()
+        return lambda row, tokens: integer(sampler.pick(row[None], len(tokens), tokens))
 
     def judge(self, course: Course, temp: float = 0.0) -> tuple[bool, str]:
         """Whether a text in float32 is what the stock model says, and what to know about that.
@@ -197,12 +198,13 @@ class Examiner:
         return max(gap(row, token) for row, token in pairs)
 
 
-def difference(row: mx.array, reference: mx.array) -> float:
+def difference(row: mx.array | None, reference: mx.array | None) -> float:
     """Largest difference of two rows (V,), as a share of the largest logit, or of one where that is
     less. Infinite for anything that is no number."""
+    assert row is not None and reference is not None, "both have read a text"
     row, reference = row.astype(mx.float32), reference.astype(mx.float32)
     scale = mx.maximum(mx.max(mx.abs(reference)), 1)
-    value = (mx.max(mx.abs(row - reference)) / scale).item()
+    value = number(mx.max(mx.abs(row - reference)) / scale)
     return value if value == value else float("inf")
 
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
+from ds4cli.arrays import integer, integers, named_leaves, number
 from ds4cli.backend import disk, memory
 from ds4cli.bench import machine
 from ds4cli.caches import build_caches
@@ -51,7 +51,7 @@ def replay(engine: Engine) -> dict[str, Any]:
     names = list(recorder.families)
     if used is None:
         recorder.disarm()
-    decays = [v for name, v in tree_flatten(engine.model.parameters()) if name.endswith("A_log")]
+    decays = [v for name, v in named_leaves(engine.model.parameters()) if name.endswith("A_log")]
     return {
         "families": names,
         "difference": verdict.difference,
@@ -102,7 +102,7 @@ def _attention_rows(dim: int, keys: int = 256) -> Callable[[int], mx.array]:
 def _apart(block: mx.array, alone: mx.array) -> float:
     """The largest difference of the first rows (1, n, ...), relative to the largest entry."""
     a, b = (x[:, 0].astype(mx.float32) for x in (block, alone))
-    return (mx.max(mx.abs(a - b)) / mx.maximum(mx.max(mx.abs(b)), 1e-6)).item()
+    return number(mx.max(mx.abs(a - b)) / mx.maximum(mx.max(mx.abs(b)), 1e-6))
 
 
 # -- texts -----------------------------------------------------------------------------------------
@@ -126,12 +126,16 @@ def _parted(engine: Engine, prompt: list[int], tokens: int) -> dict[str, Any]:
 
 def _plain(engine: Engine, prompt: list[int], tokens: int) -> tuple[list[int], list[float]]:
     """A greedy text fed row by row, and the gap of the two best logits at each token."""
-    timeline, text, gaps = engine.scratch_timeline(), [], []
+    timeline = engine.scratch_timeline()
+    text: list[int] = []
+    gaps: list[float] = []
     timeline.sync(prompt)
     for _ in range(tokens):
-        best = mx.sort(timeline.logits.astype(mx.float32))[-2:]
-        gaps.append((best[1] - best[0]).item())
-        text.append(mx.argmax(timeline.logits).item())
+        row = timeline.logits
+        assert row is not None, "a text was read"
+        best = mx.sort(row.astype(mx.float32))[-2:]
+        gaps.append(number(best[1] - best[0]))
+        text.append(integer(mx.argmax(row)))
         timeline.sync([*prompt, *text])
     return text, gaps
 
@@ -140,12 +144,13 @@ def _picks_in_blocks(engine: Engine, prompt: list[int], text: list[int], size: i
     """What the model picks for each token of `text` when it is fed in blocks of `size`."""
     timeline = engine.scratch_timeline()
     timeline.sync(prompt)
-    picks = [mx.argmax(timeline.logits).item()]
+    assert timeline.logits is not None, "a text was read"
+    picks = [integer(mx.argmax(timeline.logits))]
     for start in range(0, len(text), size):
         feed = text[start : start + size]
         rows = timeline.feed(feed)
         timeline.evaluate()
-        picks += mx.argmax(rows, axis=-1).tolist()
+        picks += integers(mx.argmax(rows, axis=-1))
         timeline.commit(len(feed))
     return picks[: len(text)]
 
@@ -158,7 +163,7 @@ def _first_other(text: Sequence[int], other: Sequence[int], gaps: Sequence[float
 
 def _prompt(engine: Engine, number: int, tokens: int = PROMPT_TOKENS) -> list[int]:
     key = mx.random.key(number)
-    return mx.random.randint(0, engine.token_limit, (tokens,), key=key).tolist()
+    return integers(mx.random.randint(0, engine.token_limit, (tokens,), key=key))
 
 
 # -- times and sizes -------------------------------------------------------------------------------
@@ -169,7 +174,8 @@ def noise_hashes(width: int = 1000) -> dict[str, str]:
     found = {}
     for pos in (0, 1, 31, 32, 1000):
         noise = mx.view(Noise(7, width).rows(0, pos, 1).reshape(-1), mx.uint8)
-        found[str(pos)] = hashlib.sha256(memoryview(noise)).hexdigest()[:16]
+        data = memoryview(noise)  # type: ignore[arg-type]  # the stubs hide that it is one
+        found[str(pos)] = hashlib.sha256(data).hexdigest()[:16]
     return found
 
 

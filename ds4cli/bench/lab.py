@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
+from ds4cli.arrays import named_leaves, number
 from ds4cli.bench.corpus import Corpus
 from ds4cli.bench.matrix import Matrix
 from ds4cli.bench.measure import Sample
@@ -131,7 +131,9 @@ class Lab:
         branch = session.fork()
         for _ in range(self.matrix.match_tokens):
             token = branch.next_token()
-            if not self.would_say(fresh.logits, token):
+            row = fresh.logits
+            assert row is not None, "it has read a text"
+            if not self.would_say(row, token):
                 return False
             branch.step(drafts=[])
             fresh.sync([*fresh.tokens, token])
@@ -147,10 +149,10 @@ def gap(row: mx.array, token: int) -> float:
     where that is less."""
     row = row.astype(mx.float32)
     below = mx.max(row) - row[token]
-    return (below / mx.maximum(mx.max(mx.abs(row)), 1)).item()
+    return number(below / mx.maximum(mx.max(mx.abs(row)), 1))
 
 
 def dtypes(model: Any) -> set[str]:
     """The types of a model's weights: "float32", "bfloat16", "uint32" (packed), ..."""
-    names = {str(v.dtype).rpartition(".")[2] for _, v in tree_flatten(model.parameters())}
+    names = {str(v.dtype).rpartition(".")[2] for _, v in named_leaves(model.parameters())}
     return {n for n in names if n.startswith(("float", "bfloat", "uint"))}

@@ -38,12 +38,12 @@ def environment(engine: Engine) -> dict[str, Any]:
 
 def _model(engine: Engine) -> dict[str, Any]:
     import mlx.core as mx
-    from mlx.utils import tree_flatten
 
+    from ds4cli.arrays import named_leaves
     from ds4cli.bench.lab import dtypes
 
     settings = engine.settings
-    weights = [v for _, v in tree_flatten(engine.model.parameters())]
+    weights = [v for _, v in named_leaves(engine.model.parameters())]
     return {
         "backend": str(mx.default_device()),
         "model": settings.model,

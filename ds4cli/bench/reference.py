@@ -43,7 +43,7 @@ class Reference:
         for kept, fed in calls:
             block = list(tokens[done : done + kept])
             before = copy.deepcopy(caches) if fed > kept else caches
-            rows.append(self._feed(block + tokens[:1] * (fed - kept), before)[:kept])
+            rows.append(self._feed(block + [tokens[0]] * (fed - kept), before)[:kept])
             if fed > kept:
                 self._feed(block, caches)
             done += kept
@@ -67,7 +67,7 @@ class Reference:
         return [QuantizedKVCache(*self._kv) if type(c) is KVCache else c for c in caches]
 
     def _feed(self, tokens: Sequence[int], caches: list[Any]) -> mx.array:
-        logits = self.model(mx.array(tokens, mx.int32)[None], cache=caches)[0]
+        logits = self.model(mx.array([*tokens], mx.int32)[None], cache=caches)[0]
         mx.eval(logits)
         return logits
 

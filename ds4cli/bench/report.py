@@ -91,8 +91,8 @@ Cells = Callable[[Row, "Row | None"], str]
 PAIRED: tuple[tuple[str, Cells], ...] = (
     ("faster by", lambda row, other: faster(row, other)),
     ("how", lambda row, other: row.source),
-    ("model calls", lambda row, other: both(row.forwards, other and other.forwards)),
-    ("tokens fed", lambda row, other: both(row.fed_tokens, other and other.fed_tokens)),
+    ("model calls", lambda row, other: both(row.forwards, other.forwards if other else None)),
+    ("tokens fed", lambda row, other: both(row.fed_tokens, other.fed_tokens if other else None)),
     ("same text", lambda row, other: yes_no(row.match)),
     ("note", lambda row, other: row.note),
 )

@@ -70,7 +70,7 @@ def _share(steps: float) -> str:
 def _recording(rows: Sequence[Row]) -> str:
     on = next((r for r in rows if (r.scenario, r.way) == ("control", "recording")), None)
     off = partner(on, rows) if on is not None else None
-    if off is None:
+    if on is None or off is None:
         return ""
     percents = [100 * (a / b - 1) for a, b in zip(on.samples, off.samples, strict=True)]
     if median(percents) < mad(percents):

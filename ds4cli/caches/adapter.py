@@ -176,7 +176,8 @@ class SharedRows(CursorAdapter):
 
     def leave(self, others: Sequence[LayerAdapter]) -> None:
         pos, mine = self.cache.offset, self._buffers()
-        if any(a.high() > pos and _share(a._buffers(), mine) for a in others):
+        alike = (a for a in others if isinstance(a, SharedRows))
+        if any(a.high() > pos and _share(a._buffers(), mine) for a in alike):
             self._leave()
 
 

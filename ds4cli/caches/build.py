@@ -37,7 +37,7 @@ ADAPTERS: dict[type, type[LayerAdapter]] = {
 try:
     from ds4cli.caches import compressed
 except ImportError:  # mlx-lm 0.31 has no deepseek_v41
-    compressed = None
+    compressed = None  # type: ignore[assignment]  # a module that may be absent
 else:
     ADAPTERS[compressed.SlackLayerCache] = compressed.CompressedAdapter
 
@@ -74,7 +74,7 @@ def _with_slack(model: Any, index: int, cache: Any, slack: int) -> Any:
     if type(cache) is CacheList:
         return CacheList(*[_with_slack(model, index, child, slack) for child in cache.caches])
     if type(cache) is RotatingKVCache and not cache.keep:
-        extra = WINDOW_EXTRA.get(getattr(model, "model_type", None), 0)
+        extra = WINDOW_EXTRA.get(getattr(model, "model_type", ""), 0)
         return SlidingKVCache(cache.max_size + extra, slack)
     if type(cache) is ChunkedKVCache:
         return SlackChunkedKVCache(cache.chunk_size, slack)

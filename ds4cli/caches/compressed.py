@@ -44,7 +44,7 @@ class SlackLayerCache(LayerCache):
 class RecordingCompressor(Compressor):
     """mlx-lm's compressor, which shows a `SlackLayerCache` the rows it appends."""
 
-    def __call__(self, x: mx.array, start_pos: int, cache: LayerCache):
+    def __call__(self, x: mx.array, start_pos: int, cache: LayerCache) -> Any:
         if not isinstance(cache, SlackLayerCache):
             return super().__call__(x, start_pos, cache)
         new: list[mx.array] = []

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
+from ds4cli.arrays import named_leaves
 from ds4cli.caches.adapter import ReplacedRows, SharedRows
 
 
@@ -14,8 +15,9 @@ class KeysAndValues:
     """What caches with `keys` and `values` of shape (1, heads, rows, dim) have in common."""
 
     cache: Any
+    _sought: tuple[int, int] | None
 
-    def _rows(self) -> tuple:
+    def _rows(self) -> tuple[Any, Any]:
         """Rows below the cursor, as views; None for none, the way an empty cache has it."""
         cache = self.cache
         if not cache.offset or cache.keys is None:
@@ -27,12 +29,16 @@ class KeysAndValues:
 
     def state_dict(self) -> tuple[dict[str, mx.array], dict[str, Any]]:
         keys, values = self._rows()
-        arrays = {} if keys is None else dict(tree_flatten({"keys": keys, "values": values}))
+        arrays = {} if keys is None else dict(named_leaves({"keys": keys, "values": values}))
         return arrays, {"pos": self.cache.offset}
 
     def load_state(self, arrays: dict[str, mx.array], meta: dict[str, Any]) -> None:
-        self.cache.keys, self.cache.values = arrays.get("keys"), arrays.get("values")
-        self.cache.offset, self._sought = meta["pos"], None
+        self._put(arrays.get("keys"), arrays.get("values"), meta["pos"])
+
+    def _put(self, keys: Any, values: Any, pos: int) -> None:
+        """Stand at `pos` on these rows: arrays, or packed ones."""
+        self.cache.keys, self.cache.values = keys, values
+        self.cache.offset, self._sought = pos, None
 
     def saved_rows(self, meta: dict[str, Any]) -> int:
         return meta["pos"]
@@ -65,13 +71,15 @@ class QuantizedAdapter(KVAdapter):
     kind = "quantized kv"
 
     def _buffers(self) -> tuple[Any, Any]:
-        return tuple(packed[0] if packed else None for packed in super()._buffers())
+        keys, values = super()._buffers()
+        return keys[0] if keys else None, values[0] if values else None
 
     def load_state(self, arrays: dict[str, mx.array], meta: dict[str, Any]) -> None:
-        triples = [
-            tuple(arrays[f"{k}.{i}"] for i in range(3)) for k in ("keys", "values") if arrays
-        ]
-        super().load_state(dict(zip(("keys", "values"), triples, strict=False)), meta)
+        keys, values = (
+            tuple(arrays[f"{name}.{i}"] for i in range(3)) if arrays else None
+            for name in ("keys", "values")
+        )
+        self._put(keys, values, meta["pos"])
 
 
 class ConcatenateAdapter(KeysAndValues, ReplacedRows):
@@ -87,4 +95,4 @@ class ConcatenateAdapter(KeysAndValues, ReplacedRows):
 
 def leaves(tree: Any) -> list[mx.array]:
     """The arrays of a tree that may hold None."""
-    return [a for _, a in tree_flatten(tree) if a is not None]
+    return [a for _, a in named_leaves(tree) if a is not None]

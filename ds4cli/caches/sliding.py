@@ -26,9 +26,12 @@ class LinearRows:
     """
 
     step = 256
+    keys: mx.array | None
+    values: mx.array | None
+    offset: int
 
     def __init__(self, size: int, slack: int):
-        super().__init__(size)
+        super().__init__(size)  # type: ignore[call-arg]  # the next class is one of mlx-lm's caches
         self.slack = slack
         self.start = 0
 
@@ -37,8 +40,12 @@ class LinearRows:
         """Rows before a token that it may need."""
         raise NotImplementedError
 
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What the last write showed to attention."""
+        raise NotImplementedError
+
     @property
-    def state(self) -> tuple:
+    def state(self) -> tuple[mx.array | None, mx.array | None]:
         """What attention was shown; mlx-lm 0.31 reads shared layers through it."""
         return (None, None) if self.keys is None else self.keys_and_values()
 
@@ -46,7 +53,7 @@ class LinearRows:
         """Append rows at `offset`, dropping whatever stood at or above it."""
         new = keys.shape[2]
         held = self.offset - self.start
-        if self.keys is None or held + new > self.keys.shape[2]:
+        if self.keys is None or self.values is None or held + new > self.keys.shape[2]:
             kept = min(held, self.context + self.slack)
             self.keys = self._moved(self.keys, held, kept, keys)
             self.values = self._moved(self.values, held, kept, values)
@@ -59,13 +66,14 @@ class LinearRows:
         """A buffer with the last `kept` of `held` rows in front and room for `new`."""
         room = -(-new.shape[2] // self.step) * self.step
         space = mx.zeros((*new.shape[:2], room, new.shape[3]), new.dtype)
-        if not kept:
+        if rows is None or not kept:
             return space
         return mx.concatenate([rows[..., held - kept : held, :], space], axis=2)
 
     def rows_from(self, pos: int) -> tuple[mx.array, mx.array]:
         """Views of the rows from position `pos` up to the cursor."""
         assert pos >= self.start, "rows below the buffer were asked for"
+        assert self.keys is not None and self.values is not None
         low, high = pos - self.start, self.offset - self.start
         return self.keys[..., low:high, :], self.values[..., low:high, :]
 
@@ -87,7 +95,9 @@ class SlidingKVCache(LinearRows, RotatingKVCache):
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         return self.rows_from(self._shown)
 
-    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False):
+    def make_mask(
+        self, N: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | str | None:
         """The stock mask; only its one-row case knows of a ring, and here rows are in order."""
         if N > 1 or window_size is None:
             return super().make_mask(N, window_size=window_size, return_array=return_array)
@@ -159,8 +169,8 @@ class WindowAdapter(SharedRows):
             self.seek(pos)  # the same rows, and more of them below
         else:
             # Aliases: the checkpoint serves again, so it must not be written into.
-            lent = (None if a is None else mx.array(a) for a in (keys, values))
-            self._adopt(*lent, first, pos)
+            keys, values = (None if a is None else mx.array(a) for a in (keys, values))
+            self._adopt(keys, values, first, pos)
 
     def checkpoint_arrays(self, state: Any) -> list[mx.array]:
         return leaves(state[2:])
@@ -172,7 +182,8 @@ class WindowAdapter(SharedRows):
         pos = self.cache.offset
         start = max(self.cache.start, pos - self.cache.context - self.cache.slack)
         keys, values = self._rows(start)
-        arrays = {"keys": keys, "values": values} if keys is not None else {}
+        rows = {"keys": keys, "values": values}
+        arrays = {name: x for name, x in rows.items() if x is not None}
         return arrays, {"pos": pos, "start": start}
 
     def load_state(self, arrays: dict[str, mx.array], meta: dict[str, Any]) -> None:

@@ -33,8 +33,9 @@ class Calls:
     @property
     def results(self) -> list[Turn]:
         """The results given so far to the last reply's calls."""
-        is_ours = self._results is not None and self._results[0] == self._chat.line
-        return self._results[1] if is_ours else []
+        if self._results is None or self._results[0] != self._chat.line:
+            return []
+        return self._results[1]
 
     def next(self) -> dict[str, Any]:
         """The tool call whose result is missing. UsageError if there is none."""

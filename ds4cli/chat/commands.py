@@ -52,7 +52,7 @@ def command(
 
     def register(run: Callable[[Chat, str], None]) -> Callable[[Chat, str], None]:
         name = usage.split()[0]
-        COMMANDS[name] = Command(name, usage, inspect.getdoc(run), run, aliases, completes)
+        COMMANDS[name] = Command(name, usage, inspect.getdoc(run) or "", run, aliases, completes)
         return run
 
     return register

@@ -8,7 +8,7 @@ with what was read of a message that was taken back; the next operation starts f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -177,7 +177,7 @@ class Conversation:
         context = self.engine.context_tokens
         return None if context is None else context - len(self.line.tokens)
 
-    def answer(self, watch: Watch, attempt: int = 0) -> Iterator[Piece]:
+    def answer(self, watch: Watch, attempt: int = 0) -> Generator[Piece, None, None]:
         """Let the model write, or go on with a reply that was cut; yields the new pieces.
 
         However this ends, what the session holds of the reply is its turn.
@@ -266,7 +266,9 @@ class Conversation:
             max_repairs=self.settings.max_repairs,
             resumable=True,
         )
-        return guard if guard.catch_up(len(line.tokens), tokens, self.engine.decode) else None
+        if guard is None or not guard.catch_up(len(line.tokens), tokens, self.engine.decode):
+            return None
+        return guard
 
     def edited_reply(self, line: Line, turn: Turn, text: str) -> Turn:
         """The reply to `line` with another raw text. Its tool calls are read again: with whole
@@ -336,19 +338,19 @@ class Conversation:
         self.journal, self.transcript, self._before = book, stored.transcript, None
         notices = [stored.notice] if stored.notice else []
         if stored.header.get("fingerprint") != self.engine.fingerprint:
-            self._adopt(stored.header)
+            self._adopt(book, stored.header)
             notices.append(
                 f"`{stored.header.get('model')}` held this chat: its texts are read again"
             )
         return notices
 
-    def _adopt(self, header: dict[str, Any]) -> None:
+    def _adopt(self, book: Journal, header: dict[str, Any]) -> None:
         """Put a chat of another model into this one's tokens."""
         transcript = self.transcript
         transcript.line = self.scribe.retokenised(transcript.line)
         for name, line in transcript.named.items():
             transcript.named[name] = self.scribe.retokenised(line)
-        self.journal.retitle({**header, **self._header()})
+        book.retitle({**header, **self._header()})
         self.record()
 
     def close(self) -> None:
@@ -390,7 +392,7 @@ class _ReplyTurn:
         self._answer = begun.content
         self._end = Turn("assistant", "", finish_reason="cancelled", attempt=begun.attempt)
 
-    def pieces(self, watch: Watch) -> Iterator[Piece]:
+    def pieces(self, watch: Watch) -> Generator[Piece, None, None]:
         session, settings = self._owner.session, self._owner.settings
         events = session.stream(
             max_tokens=settings.max_tokens,

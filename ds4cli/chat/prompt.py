@@ -217,7 +217,7 @@ class TerminalReader:
 
         self._twice = Twice()
         self._keys = terminal.UnseenKeys()
-        self._session = PromptSession(
+        self._session: PromptSession[str] = PromptSession(
             PROMPT,
             multiline=True,
             prompt_continuation=lambda width, number, wrapped: "" if wrapped else CONTINUED,
@@ -272,13 +272,14 @@ def _history(file: HistoryFile | None) -> Any:
 
     if file is None:
         return InMemoryHistory()
+    kept: HistoryFile = file
 
     class Stored(History):
         def load_history_strings(self) -> Iterable[str]:
-            return reversed(file.load())
+            return reversed(kept.load())
 
         def store_string(self, string: str) -> None:
-            file.append(string)
+            kept.append(string)
 
     return Stored()
 
@@ -297,6 +298,7 @@ def _completer(complete: Callable[[str], tuple[list[str], int]]) -> Any:
 
 def visible_input() -> Any:
     """Shows what hides in the input line as escapes; the message itself stays as it is."""
+    from prompt_toolkit.formatted_text import StyleAndTextTuples
     from prompt_toolkit.formatted_text.utils import fragment_list_to_text
     from prompt_toolkit.layout.processors import Processor, Transformation
 
@@ -306,7 +308,9 @@ def visible_input() -> Any:
             if visible(text) == text:
                 return Transformation(given.fragments)
             starts = [0, *itertools.accumulate(len(visible(char)) for char in text)]
-            shown = [(fragment[0], visible(fragment[1])) for fragment in given.fragments]
+            shown: StyleAndTextTuples = [
+                (fragment[0], visible(fragment[1])) for fragment in given.fragments
+            ]
             last = len(text)
             return Transformation(
                 shown,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ds4cli.chat import journal, shelf
 from ds4cli.errors import UsageError
@@ -74,8 +74,9 @@ def check_input() -> None:
 def _is_at_end(stream: TextIO) -> bool:
     """Whether there is nothing in a pipe or file, and never will be. Waits for nothing."""
     try:
+        buffer: Any = stream.buffer  # the stubs do not say that it is a buffered one
         ready, _, _ = select.select([stream], [], [], 0)
-        return bool(ready) and not stream.buffer.peek(1)
+        return bool(ready) and not buffer.peek(1)
     except (OSError, ValueError):  # not a file that can be asked
         return False
 

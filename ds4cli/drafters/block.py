@@ -20,6 +20,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
+from ds4cli.arrays import integer, integers
 from ds4cli.drafters import vocabulary, weights
 from ds4cli.drafters.block_config import BlockConfig, read
 from ds4cli.drafters.drafter import Drafter
@@ -257,10 +258,13 @@ class Context:
         def joined(layer: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
             block = keys, values
             if pos < self._end:  # rows behind may count again
-                old = (buffer[:, :, :rows] for buffer in self._buffers[layer])
-                return tuple(mx.concatenate(pair, axis=2) for pair in zip(old, block, strict=True))
+                old_keys, old_values = (buffer[:, :, :rows] for buffer in self._buffers[layer])
+                all_keys = mx.concatenate([old_keys, keys], axis=2)
+                return all_keys, mx.concatenate([old_values, values], axis=2)
             self._write(layer, rows, block)
-            return tuple(buf[:, :, : rows + keys.shape[2]] for buf in self._buffers[layer])
+            end = rows + keys.shape[2]
+            shown_keys, shown_values = (buffer[:, :, :end] for buffer in self._buffers[layer])
+            return shown_keys, shown_values
 
         return joined
 
@@ -316,7 +320,7 @@ class BlockDrafter(Drafter):
     def propose(self, tokens: Sequence[int], n: int) -> list[int]:
         """At most n guesses, from one pass; none without the row before the anchor."""
         config, anchor = self._head.config, len(tokens) - 1
-        n = min(n, self.max_drafts)
+        n = int(min(n, self.max_drafts))
         self.confidence = 0
         if n < 1 or not self._context.has(anchor):
             return []
@@ -329,10 +333,10 @@ class BlockDrafter(Drafter):
         """The tokens that slots (n, H) name after `tokens`."""
         rows = self._head.spread(self._head.logits(slots))
         if not self._sampler.needs_history:
-            return self._sampler.pick(rows, len(tokens), tokens).tolist()
+            return integers(self._sampler.pick(rows, len(tokens), tokens))
         history = list(tokens)
         for i in range(len(rows)):
-            history.append(self._sampler.pick(rows[i : i + 1], len(history), history).item())
+            history.append(integer(self._sampler.pick(rows[i : i + 1], len(history), history)))
         return history[len(tokens) :]
 
     def observe(self, start: int, hidden: Sequence[mx.array]) -> None:

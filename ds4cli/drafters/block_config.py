@@ -170,7 +170,9 @@ def unknown_fields(config: Mapping[str, Any]) -> list[str]:
     return [key for key in unknown_in(_flatten(config), NEUTRAL) if not key.startswith(REFUSED)]
 
 
-def check(config: Mapping[str, Any], target_config: Mapping[str, Any], kind: str, name: str):
+def check(
+    config: Mapping[str, Any], target_config: Mapping[str, Any], kind: str, name: str
+) -> None:
     """UsageError naming the first field in which the head differs from its target."""
     head = read(config, kind, name)
     target = {**target_config, **(target_config.get("text_config") or {})}

@@ -15,6 +15,7 @@ from typing import Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
+from ds4cli.arrays import integer, integers
 from ds4cli.drafters.drafter import Drafter
 from ds4cli.drafters.rows import Rows
 from ds4cli.drafters.target import Target
@@ -155,7 +156,7 @@ class ChainDrafter(Drafter):
 
     def _catch_up(self, tokens: Sequence[int]) -> mx.array:
         """Make the rows up to the one that the last token is paired with: its output (1, H)."""
-        out = None
+        out: mx.array | None = None
         while self._made < len(tokens) - 1:
             first = self._made
             end = min(first + CHUNK_ROWS, len(tokens) - 1)
@@ -165,20 +166,22 @@ class ChainDrafter(Drafter):
             hidden = self._head.context(self._rows.take(first, end))
             out = self._head(self._head.embed(mx.array(pairs)), hidden, self._caches)
             self._paired += pairs
+        assert out is not None, "there is a row that was not paired yet"
         return out[-1:]
 
     def _chain(self, out: mx.array, tokens: Sequence[int], n: int) -> list[int]:
         """n picks, each made of the one before; evaluated together where the sampler allows."""
-        pos, known, picks = len(tokens), list(tokens), []
+        pos, known = len(tokens), list(tokens)
+        picks: list[mx.array] = []
         while True:
             row = self._head.logits(out)
             picks.append(self._sampler.pick(row, pos + len(picks), known))
             if len(picks) == n:
                 break
             if self._sampler.needs_history:
-                known.append(picks[-1].item())
+                known.append(integer(picks[-1]))
             fed = self._head.embed(picks[-1]), self._head.carried(out)
             out = self._head(*fed, self._caches)
         guesses = mx.concatenate(picks)
         mx.eval(guesses, [(cache.keys, cache.values) for cache in self._caches])
-        return guesses.tolist()
+        return integers(guesses)

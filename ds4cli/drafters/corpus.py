@@ -121,7 +121,8 @@ class Corpus:
 
     def continued(self, ends: list[int], n: int) -> list[int]:
         """At most n tokens after these places: the most frequent ones, while the texts agree."""
-        ours, out, chance = self._tokens, [], 1.0
+        out: list[int] = []
+        ours, chance = self._tokens, 1.0
         while len(out) < n:
             ends = [end for end in ends if end < len(ours) and ours[end] != BETWEEN]
             if not ends:

@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ds4cli.arrays import integer, integers
 from ds4cli.drafters import block_config
 from ds4cli.drafters.block import BlockDrafter, BlockHead, BlockLayer, Join
 from ds4cli.drafters.block_config import BlockConfig
@@ -117,12 +118,12 @@ class DFlash2Drafter(BlockDrafter):
         selector, rows = head.candidate_selector, head.logits(slots)
         top_k = min(head.config.selector_top_k, rows.shape[-1])
         ids = mx.argpartition(-rows, kth=top_k - 1, axis=-1)[:, :top_k]
-        projected, picks = selector.hidden_projection(slots), [mx.array(tokens[-1:])]
+        projected, picks = selector.hidden_projection(slots), [mx.array([tokens[-1]])]
         for i in range(len(slots)):
             scores = rows[i, ids[i]] + selector(picks[-1], projected[i], ids[i])
             row = mx.full(rows.shape[-1:], -mx.inf, mx.float32)
             row[ids[i]] = scores.astype(mx.float32)
             picks.append(self._sampler.pick(row[None], len(tokens) + i, history))
             if self._sampler.needs_history:
-                history.append(picks[-1].item())
-        return mx.concatenate(picks[1:]).tolist()
+                history.append(integer(picks[-1]))
+        return integers(mx.concatenate(picks[1:]))

@@ -17,6 +17,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ds4cli.arrays import integer, integers, numbers
 from ds4cli.drafters import block_config
 from ds4cli.drafters.block import BlockDrafter, BlockHead
 from ds4cli.drafters.block_config import BlockConfig
@@ -103,6 +104,7 @@ class DSparkHead(BlockHead):
         if "confidence_head" not in self:
             return None
         if self.config.has_markov_confidence:
+            assert before is not None, "such a head has a Markov head, too"
             slots = mx.concatenate([slots, before], axis=-1)
         return self.confidence_head(slots)
 
@@ -122,27 +124,27 @@ class DSparkDrafter(BlockDrafter):
         picks, before = self._chain(slots, tokens)
         chances = self._head.chances(slots, before)
         mx.eval(picks, [] if chances is None else chances)
-        return self._sure(picks.tolist(), chances)
+        return self._sure(integers(picks), chances)
 
     def _chain(self, slots: mx.array, tokens: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Guess after guess, none evaluated unless the sampler asks for history: tokens (n,), and
         w1 of the token before each (n, r)."""
         head, history = self._head, list(tokens)
         markov, rows = head.markov_head, head.logits(slots)
-        picks, before, state = [mx.array(tokens[-1:])], [], None
+        picks, before, state = [mx.array([tokens[-1]])], [], None
         for i in range(len(slots)):
             before.append(markov.markov_w1(picks[-1]))
             bias, state = markov(before[-1], slots[i : i + 1], state)
             row = head.spread(rows[i : i + 1] + bias)
             picks.append(self._sampler.pick(row, len(tokens) + i, history))
             if self._sampler.needs_history:
-                history.append(picks[-1].item())
+                history.append(integer(picks[-1]))
         return mx.concatenate(picks[1:]), mx.concatenate(before)
 
     def _sure(self, guesses: list[int], chances: mx.array | None) -> list[int]:
         if chances is None:
             return guesses
-        sure = chances.tolist()
+        sure = numbers(chances)
         low = [i for i, p in enumerate(sure) if p < self._head.config.confidence_threshold]
         n = low[0] if low else len(guesses)
         if n:

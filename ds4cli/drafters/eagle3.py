@@ -267,7 +267,8 @@ class Eagle3Head(nn.Module):
         if "embed_tokens.weight" in tensors:
             self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.config, self.taps = config, config.taps
-        self._target, self._target_ids = target, None
+        self._target = target
+        self._target_ids: mx.array | None = None
 
     @classmethod
     def load(cls, folder: Path, target: Target, dtype: mx.Dtype | None) -> Eagle3Head:

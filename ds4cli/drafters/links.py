@@ -40,7 +40,7 @@ class Links:
     def candidates(self, tokens: Sequence[int]) -> list[int]:
         """Places that end like `tokens`, the most recent first."""
         end = self._heads.get(hash(tuple(tokens[-self.order :])), 0)
-        found = []
+        found: list[int] = []
         while end and len(found) < self._max:
             found.append(end)
             end = self._previous[end - 1]

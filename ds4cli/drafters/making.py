@@ -54,4 +54,5 @@ def _of_kind(
         return drafter()
     if kind.source == registry.MODEL:
         return drafter(draft, sampler)
+    assert head is not None, "the engine has loaded what this kind is made of"
     return head.drafter(sampler)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ds4cli.arrays import integer
 from ds4cli.drafters.drafter import Drafter
 from ds4cli.rewind.timeline import Timeline
 from ds4cli.sampling import Sampler
@@ -36,8 +37,9 @@ class ModelDrafter(Drafter):
         return drafts
 
     def _pick(self, history: Sequence[int]) -> int:
-        row = self.timeline.logits[None]
-        return self._sampler.pick(row, self.timeline.pos, history).item()
+        row = self.timeline.logits
+        assert row is not None, "a text was read"
+        return integer(self._sampler.pick(row[None], self.timeline.pos, history))
 
     def use(self, sampler: Sampler) -> None:
         self._sampler = sampler

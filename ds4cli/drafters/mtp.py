@@ -50,7 +50,7 @@ def check(config: dict[str, Any], target_config: dict[str, Any], name: str) -> N
 
     config: the head's, which for an MTP head is the target's own.
     """
-    kind = target_config.get("model_type")
+    kind = str(target_config.get("model_type"))
     if kind not in (*LAYERS, *nextn.FAMILIES):
         known = ", ".join((*LAYERS, *nextn.FAMILIES))
         why = REASONS.get(kind, f"those of {known} can be used")

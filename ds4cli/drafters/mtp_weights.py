@@ -17,6 +17,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from ds4cli.arrays import number
 from ds4cli.drafters import weights
 from ds4cli.errors import ModelError
 
@@ -53,7 +54,7 @@ def _plain_norms(tensors: dict[str, mx.array], is_mlx: bool) -> dict[str, mx.arr
     see jundot/omlx #1507 and #3750, youssofal/MTPLX #511.
     """
     norms = {name: x for name, x in tensors.items() if x.ndim == 1 and "norm" in name}
-    means = {name: x.astype(mx.float32).mean().item() for name, x in norms.items()}
+    means = {name: number(x.astype(mx.float32).mean()) for name, x in norms.items()}
     layers = [mean for name, mean in means.items() if _LAYER_NORMS.fullmatch(name)]
     less_one = not is_mlx or (bool(layers) and sum(layers) / len(layers) < _LESS_ONE_MEAN)
     last_too = not is_mlx or (less_one and means.get("norm.weight", 1) < _LESS_ONE_MEAN)

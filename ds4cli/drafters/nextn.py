@@ -51,17 +51,21 @@ class Family:
     copies: tuple[str, ...] = ()
 
 
-_DEEPSEEK = {
-    "prefix": "model.layers.N.",
-    "embedding_norm": "enorm",
-    "state_norm": "hnorm",
-    "projection": "eh_proj",
-    "last_norm": "shared_head.norm",
-    "copies": ("embed_tokens.", "shared_head.head."),
-}
+def _like_deepseek(module: str) -> Family:
+    return Family(
+        module,
+        "model.layers.N.",
+        "enorm",
+        "hnorm",
+        "eh_proj",
+        "shared_head.norm",
+        copies=("embed_tokens.", "shared_head.head."),
+    )
+
+
 FAMILIES = {
-    "deepseek_v3": Family("mlx_lm.models.deepseek_v3", **_DEEPSEEK),
-    "glm4_moe": Family("mlx_lm.models.glm4_moe", **_DEEPSEEK),
+    "deepseek_v3": _like_deepseek("mlx_lm.models.deepseek_v3"),
+    "glm4_moe": _like_deepseek("mlx_lm.models.glm4_moe"),
     "mimo": Family(
         "mlx_lm.models.mimo",
         "model.mtp_layers.0.",

@@ -209,7 +209,7 @@ class DraftPolicy:
         """What a part has to offer: a free one is asked, of a costly one all is expectation."""
         place = self._known.place(part, region)
         place.visit(len(tokens))
-        room = min(room, part.max_drafts)
+        room = int(min(room, part.max_drafts))
         if not self.costs.is_measured and self.chooses:
             room = min(room, part.first_reach)
         if not part.is_free:

@@ -52,7 +52,7 @@ class Rows:
         pieces = self._between(first, end)
         if len(pieces) == 1:
             return list(pieces[0])
-        return [mx.concatenate(layer) for layer in zip(*pieces, strict=True)]
+        return [mx.concatenate([*layer]) for layer in zip(*pieces, strict=True)]
 
     def _between(self, first: int, end: int) -> list[Piece]:
         """Rows first .. end in the pieces they lie in (views)."""

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ds4cli.arrays import number
 from ds4cli.caches import build_caches
 from ds4cli.errors import ModelError
 from ds4cli.hooks.last_row import NAMES as HEADS
@@ -31,7 +32,10 @@ class Target:
     def __init__(self, model: Any):
         self.model = model
         self.num_layers = len(model.layers)
-        self.vocab_size = embedding_rows(model)
+        rows = embedding_rows(model)
+        if rows is None:
+            raise ModelError("the target has no token embedding under a name known to ds4cli")
+        self.vocab_size = rows
         modules = sorted(model.named_modules(), key=lambda item: item[0].count("."))
         self._embedding = _named(modules, EMBEDDINGS, "token embedding")
         self._norm = _named(modules, NORMS, "final norm")
@@ -62,7 +66,7 @@ class Target:
         ours = self.head(self.norm(noted[0]))
         if ours.shape != logits.shape:
             raise ModelError(f"the target's head gives {ours.shape}, its logits are {logits.shape}")
-        error, size = mx.abs(ours - logits).max().item(), mx.abs(logits).max().item()
+        error, size = number(mx.abs(ours - logits).max()), number(mx.abs(logits).max())
         if not error <= TOLERANCE.get(logits.dtype, HALF_TOLERANCE) * max(size, 1e-6):
             raise ModelError(
                 f"norm and head of `{type(self.model).__module__}` do not make its logits "

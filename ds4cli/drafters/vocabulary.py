@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from ds4cli.arrays import integers
 from ds4cli.errors import ModelError
 
 
@@ -34,7 +35,7 @@ def target_ids(offsets: mx.array | None, mask: mx.array | None, size: int, most:
 def _whole(x: mx.array, name: str) -> list[int]:
     if x.ndim != 1 or mx.issubdtype(x.dtype, mx.floating):
         raise ModelError(f"tensor `{name}` is {x.dtype} {x.shape}, not a list of whole numbers")
-    return x.tolist()
+    return integers(x)
 
 
 def spread(rows: mx.array, ids: mx.array, size: int) -> mx.array:

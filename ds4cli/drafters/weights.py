@@ -9,8 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
+from ds4cli.arrays import named_leaves
 from ds4cli.errors import ModelError
 
 # No trained weight is so large, and one that is makes numbers that are none, or all guesses alike.
@@ -22,7 +22,9 @@ UNREAD = ("verifier_norm.", "verifier_lm_head.", "rotary_emb.")
 def read(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     """The tensors of one safetensors file, lazy, and what it says about itself."""
     try:
-        return mx.load(str(path), return_metadata=True)
+        loaded = mx.load(str(path), return_metadata=True)
+        assert isinstance(loaded, tuple)
+        return loaded
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"cannot read `{path}`: {_first_line(error)}") from None
 
@@ -74,7 +76,7 @@ def fill(module: nn.Module, tensors: dict[str, mx.array], name: str, prefix: str
             raise problem(f"{path}.weight", str(error)) from None
 
     nn.quantize(module, class_predicate=packing)
-    wanted = dict(tree_flatten(module.parameters()))
+    wanted = dict(named_leaves(module.parameters()))
     for key in sorted(wanted.keys() - tensors.keys()):
         raise problem(key, "is missing")
     for key in sorted(tensors.keys() - wanted.keys()):

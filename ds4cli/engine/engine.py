@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from ds4cli import __version__
+from ds4cli.arrays import named_leaves
 from ds4cli.backend import blas, memory
 from ds4cli.caches import adapt, build_caches, check_kv_bits, check_kv_group
 from ds4cli.drafters import heads, registry
@@ -223,7 +223,7 @@ class Engine(Vocabulary):
             return
         head = None if self._head is None else self._head.module
         parts = [part for part in (self.model, self._draft, head) if part is not None]
-        weights = sum(v.nbytes for part in parts for _, v in tree_flatten(part.parameters()))
+        weights = sum(v.nbytes for part in parts for _, v in named_leaves(part.parameters()))
         tokens = min(self.context_tokens or EXPECTED_TOKENS, EXPECTED_TOKENS)
         rows = (x.bytes_per_token for x in self.capabilities.layers if x.kind != "recurrent")
         more = tokens * sum(rows) + (self.settings.rewind_mb << 20)
@@ -304,14 +304,14 @@ class Engine(Vocabulary):
             budget_bytes=settings.rewind_mb << 20,
             chunk_tokens=settings.prefill_step_size,
         )
-        read = self._head is not None and model is self.model
+        head = self._head if model is self.model else None
         return Timeline(
             model,
             Armed.of(model).recorder,
             limits,
             kv_bits=settings.kv_bits,
             kv_group_size=settings.kv_group_size,
-            taps=Taps.arm(model, self._head.taps) if read else None,
+            taps=None if head is None else Taps.arm(model, head.taps),
         )
 
 

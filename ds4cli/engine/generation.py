@@ -6,7 +6,7 @@ The session takes the steps; all that belongs to one reply stands here and ends 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,24 +74,27 @@ class Generation:
 
     def mask(self) -> mx.array | None:
         """What the grammar of an open tool call allows here, if it was left here."""
-        if self._masked_at != self._session.pos:
+        guard, row = self._reply.guard, self._session.logits
+        if self._masked_at != self._session.pos or guard is None or row is None:
             return None
-        allowed = self._reply.guard.allowed(self._session.logits.shape[-1])
+        allowed = guard.allowed(row.shape[-1])
         return mx.array(allowed) if allowed.any() else None
 
     def allowed(self, first: int, drafts: list[int]) -> list[int]:
         """The drafts behind `first` that an open tool call may go on with."""
-        if self.region != "tool":
+        guard = self._reply.guard
+        if self.region != "tool" or guard is None:
             return drafts
-        return drafts[: max(0, self._reply.guard.filter([first, *drafts]) - 1)]
+        return drafts[: max(0, guard.filter([first, *drafts]) - 1)]
 
     def forced(self, tokens: list[int]) -> list[int]:
         """What an open tool call leaves no choice about behind `tokens`, which come next."""
-        return self._reply.guard.forced(tokens) if self.region == "tool" else []
+        guard = self._reply.guard
+        return guard.forced(tokens) if self.region == "tool" and guard is not None else []
 
     # -- the reply --------------------------------------------------------------------------------
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Generator[Event, None, None]:
         """Write it: an event a block, and a last one with the finish reason."""
         session, attempt = self._session, self._session.attempt
         session.generation = self
@@ -145,10 +148,11 @@ class Generation:
         if taken.keep is not None:
             self._keep(taken.keep)
         elif step is not None and step.bad_pos is not None:
-            self._repair(step)
+            self._repair(step, step.bad_pos)
         elif step is not None and step.event == "open":
             # Before one more block could put the call's opening out of reach.
             free = self._timeline.free_tokens() or 0
+            assert step.opened is not None
             self._checkpoint_at = step.opened + free - MAX_BLOCK_TOKENS
         if self._checkpoint_at is not None and self._session.pos >= self._checkpoint_at:
             self._checkpoint_opening()
@@ -162,25 +166,26 @@ class Generation:
             session.rewind(pos)
         self._reply.rewind(pos)
 
-    def _repair(self, step: GuardStep) -> None:
+    def _repair(self, step: GuardStep, bad: int) -> None:
         """Back to where a tool call went wrong: the kept row under the grammar's mask, or, where no
         grammar can say what is wrong, the call's opening with the next attempt's noise."""
         session = self._session
-        begin, dropped = time.perf_counter(), session.pos - step.bad_pos
-        self._keep(step.bad_pos)
+        begin, dropped = time.perf_counter(), session.pos - bad
+        self._keep(bad)
         session.pick_again()
         if step.event == "left":
-            self._masked_at = step.bad_pos
+            self._masked_at = bad
             session.next_token()  # from the kept row, so a part of what the repair took
         else:
             session.attempt += 1
         took = time.perf_counter() - begin
-        session.stats.repairs.append(Repair(step.bad_pos, step.reason, dropped, took))
+        session.stats.repairs.append(Repair(bad, step.reason, dropped, took))
 
     def _checkpoint_opening(self) -> None:
         """The open call is nearly as long as what is free to go back over: keep its beginning cheap
         to come back to."""
-        timeline, end, opened = self._timeline, self._session.pos, self._reply.guard.opened
+        timeline, end, guard = self._timeline, self._session.pos, self._reply.guard
+        opened = None if guard is None else guard.opened
         self._checkpoint_at = None
         if opened is not None and not timeline.can_cut and timeline.plan(opened).forwards == 0:
             timeline.rewind(opened)

@@ -16,7 +16,8 @@ from ds4cli.text.reasoning import Markers, ReasoningSplitter
 from ds4cli.text.stops import StopHit, StopScanner
 
 if TYPE_CHECKING:
-    from ds4cli.tools import Guard, GuardStep, ParsedCall
+    from ds4cli.structured.guards import AnyGuard
+    from ds4cli.tools import GuardStep, ParsedCall
 
 
 FENCE = "```"
@@ -90,7 +91,7 @@ class ReplyText:
         start: int,
         before: Sequence[int] = (),
         stops: Sequence[str] = (),
-        guard: Guard | None = None,
+        guard: AnyGuard | None = None,
         think: tuple[Markers, bool] | None = None,
     ):
         self.start = start
@@ -151,7 +152,7 @@ class ReplyText:
         if hit is not None:
             self._stopped = True
             return text, Taken("", keep=self.start + hit.kept, reason="stop")
-        if self._closed_at is not None:
+        if self._closed_at is not None and step is not None:
             return self._take_after_call(text, step)
         if step is not None and step.event == "closed":
             self._closed(step)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from ds4cli.arrays import integer
 from ds4cli.drafters.policy import DraftPolicy
 from ds4cli.engine.generation import Event, Generation, Repair
 from ds4cli.engine.reply import ReplyText
@@ -29,7 +30,7 @@ from ds4cli.text.reasoning import Markers, opens_thinking
 if TYPE_CHECKING:
     from ds4cli.engine.engine import Engine
     from ds4cli.rewind.timeline import Counters, Timeline
-    from ds4cli.tools import Guard
+    from ds4cli.structured.guards import AnyGuard
 
 
 # Who guessed what a grammar leaves no choice about, in the counts.
@@ -112,7 +113,7 @@ class Session:
         self._timeline = timeline
         timeline.observer = self._observe if drafter.taps else None
         self._owner = threading.current_thread()
-        self._next: tuple[mx.array, int, int] | None = (
+        self._next: tuple[mx.array | None, int, int] | None = (
             None  # row, attempt, the token picked from it
         )
         self.moves = 0  # how often the session was taken elsewhere
@@ -311,9 +312,11 @@ class Session:
             if self.pos == 0:
                 raise StateError("there is nothing to go on from", "sync a prompt first")
             self.rewind(self.pos)
-        row = self.logits[None]
+        logits = self.logits
+        assert logits is not None, "it has been fed again"
+        row = logits[None]
         mask = None if self.generation is None else self.generation.mask()
-        pick = self.sampler.pick(row, self.pos, self._timeline.tokens, mask).item()
+        pick = integer(self.sampler.pick(row, self.pos, self._timeline.tokens, mask))
         refuse_nan(row, [pick])
         return pick
 
@@ -440,11 +443,11 @@ class Session:
         self,
         max_tokens: int | None = None,
         stop: Sequence[str] | None = None,
-        guard: Guard | None = None,
+        guard: AnyGuard | None = None,
         cancel: Callable[[], bool] = lambda: False,
         since: int | None = None,
         raw: bool | None = None,
-    ) -> Iterator[Event]:
+    ) -> Generator[Event, None, None]:
         """Generate from here; yields one event a block and a last one with the finish reason.
 
         max_tokens: None = the engine's setting, -1 = no limit. stop: strings; the answer ends
@@ -481,7 +484,7 @@ class Session:
         """Whether plain decoding may build a call while the one before runs."""
         return self.policy.runs_ahead and not self.sampler.needs_history
 
-    def steps(self, end: int | None) -> Iterator[Step]:
+    def steps(self, end: int | None) -> Generator[Step, None, None]:
         """Blocks without end, or up to position `end`; plain decoding runs one call ahead."""
         while True:
             first, left = self.next_token(), None if end is None else end - self.pos
@@ -506,16 +509,17 @@ class Session:
             while timeline.open_blocks:
                 last = end is not None and timeline.pos + 1 >= end
                 alone = wants or last or timeline.leaves_checkpoint(1)
-                following = (None, None) if alone else self._run_ahead(pick)
-                value = pick.item()
+                following = None if alone else self._run_ahead(pick)
+                value = integer(pick)
                 refuse_nan(row, [value])
                 timeline.commit(1)
                 self._count_plain(value, time.perf_counter() - begin, first, alone)
                 yield Step([token])
                 if value in self.engine.stop_ids:
                     return
-                begin, first = time.perf_counter(), False
-                token, (pick, row) = value, following
+                begin, first, token = time.perf_counter(), False, value
+                if following is not None:
+                    pick, row = following
                 if timeline.open_blocks:
                     wants = self._wants(token, end)
         finally:

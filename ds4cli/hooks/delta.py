@@ -59,7 +59,9 @@ def chunked(q, k, v, g, beta, state=None, mask=None):
     return y.astype(q.dtype), state
 
 
-def final_state(k, v, g, beta, state=None):
+def final_state(
+    k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array | None = None
+) -> mx.array:
     """The state after all rows, without outputs; arguments as for `chunked`."""
     if runs_alone(k.shape[-1]):
         return kernels.gated_delta(k, k, v, g, beta, state)[1]
@@ -67,6 +69,7 @@ def final_state(k, v, g, beta, state=None):
         return _kernel_state(k, v, g, beta, state)
     for rows in _segments(k, v, g):
         _, state = _segment(None, k[:, rows], v[:, rows], g[:, rows], beta[:, rows], state)
+    assert state is not None, "there are rows"
     return state
 
 
@@ -87,7 +90,7 @@ def _kernel_state(k, v, g, beta, state):
     return gated_delta_kernel(k, k, v, g, beta, state)[1]
 
 
-def _segments(k, v, g) -> list[slice]:
+def _segments(k: mx.array, v: mx.array, g: mx.array) -> list[slice]:
     """The rows in groups of whole chunks that are solved at once."""
     batch, rows, _, dim = k.shape
     size = CHUNK if g.ndim == 3 else CHANNEL_CHUNK
@@ -119,7 +122,7 @@ def _segment(q, k, v, g, beta, state):
     return _join(y, rows), after
 
 
-def _split(x, groups: int, size: int, fill: float = 0):
+def _split(x: mx.array, groups: int, size: int, fill: float = 0) -> mx.array:
     """(B, T, H, D) -> (B, groups, H / groups, chunks, size, D), float32, padded to whole chunks."""
     batch, rows, heads, dim = x.shape
     x = x.astype(mx.float32)
@@ -130,14 +133,14 @@ def _split(x, groups: int, size: int, fill: float = 0):
     return mx.contiguous(x)
 
 
-def _join(y, rows: int):
+def _join(y: mx.array, rows: int) -> mx.array:
     """(B, groups, H / groups, chunks, size, D) -> (B, rows, H, D)."""
     batch, groups, per_group, _, _, dim = y.shape
     y = y.transpose(0, 3, 4, 1, 2, 5).reshape(batch, -1, groups * per_group, dim)
     return y[:, :rows]
 
 
-def lower(size: int, below: int):
+def lower(size: int, below: int) -> mx.array:
     """A float mask (size, size): 1 where row - column >= below."""
     index = mx.arange(size)
     return (index[:, None] - index[None] >= below).astype(mx.float32)
@@ -165,7 +168,7 @@ def unit_inverse(A):
     return _merge_inverse(A, eye, size)
 
 
-def _merge_inverse(A, eye, size: int):
+def _merge_inverse(A: mx.array, eye: mx.array, size: int) -> mx.array:
     """The same by products alone: inverses of diagonal blocks of 1, 2, 4 .. rows, merged in pairs.
 
     Not by powers of A: those grow without bound where keys resemble each other.
@@ -201,8 +204,9 @@ def use_chunked(model: nn.Module) -> Swaps:
     swaps = Swaps()
     if not has_kernel():
         for module in model.modules():
-            if calls(type(module), "gated_delta_update"):
-                swaps.swap(module, _switched(type(module), cuda.is_on()))
+            own: type = type(module)
+            if calls(own, "gated_delta_update"):
+                swaps.swap(module, _switched(own, cuda.is_on()))
     return swaps
 
 

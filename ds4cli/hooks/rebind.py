@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import FunctionType
+from typing import Any
 
 import mlx.nn as nn
 
@@ -46,7 +47,7 @@ def derived(cls: type, *methods: Callable) -> type:
     return type(cls.__name__, (cls,), {**body, "__module__": cls.__module__})
 
 
-def rebound(cls: type, replace: Mapping[str, Callable[[Callable], Callable]]) -> type:
+def rebound(cls: type, replace: Mapping[str, Callable[[Any], Callable]]) -> type:
     """A subclass of `cls` in which each global function named in `replace` is wrapped.
 
     replace: name -> maker; the maker gets the function that the name means now.

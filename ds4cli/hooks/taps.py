@@ -44,8 +44,9 @@ class Taps:
             )
         modules = [stack[max(0, i)] for i in layers]
         for module in modules:
-            if not getattr(type(module), "is_tapped", False):
-                module.__class__ = _listening(type(module))
+            own: type = type(module)
+            if not getattr(own, "is_tapped", False):
+                module.__class__ = _listening(own)
         return cls(tuple(layers), modules)
 
     @contextmanager
@@ -86,5 +87,5 @@ def _listening(cls: type) -> type:
         return output
 
     listening = derived(cls, __call__)
-    listening.is_tapped = True
+    listening.is_tapped = True  # type: ignore[attr-defined]  # a class made here
     return listening

@@ -25,7 +25,8 @@ def load_tokenizer(source: Source, template: str | None = None) -> Any:
     standard input whether to run it, and piped text would answer.
     """
     _refuse_templates_elsewhere(source)
-    eos, extra = configs.end_tokens(source.config), {"trust_remote_code": False}
+    eos = configs.end_tokens(source.config)
+    extra: dict[str, bool | str] = {"trust_remote_code": False}
     try:
         template = template or _template_beside(source)
         if template is not None:

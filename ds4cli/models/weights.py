@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model, load_model
 
+from ds4cli.arrays import named_leaves
 from ds4cli.errors import ModelError, UsageError
 from ds4cli.models.shards import PATTERN
 from ds4cli.models.source import Source, unsupported_hint
@@ -115,7 +115,7 @@ def free_memory_bytes() -> int:
 
 def is_float32(model: Any) -> bool:
     """Whether all weights are float32, none of them packed."""
-    dtypes = {v.dtype for _, v in tree_flatten(model.parameters())}
+    dtypes = {v.dtype for _, v in named_leaves(model.parameters())}
     floats = {dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating)}
     return floats <= {mx.float32} and mx.uint32 not in dtypes
 
@@ -124,7 +124,7 @@ def _to_float32(model: Any, name: str) -> list[str]:
     if is_float32(model):
         return []
     unpack(model, mx.float32)
-    gigabytes = 4 * sum(v.size for _, v in tree_flatten(model.parameters())) / 1e9
+    gigabytes = 4 * sum(v.size for _, v in named_leaves(model.parameters())) / 1e9
     return [f"`{name}`: weights held as float32 ({gigabytes:.1f} GB), the fast type here"]
 
 

@@ -19,7 +19,7 @@ from functools import cached_property
 import mlx.core as mx
 
 from ds4cli.backend.memory import page_bytes, taken_bytes
-from ds4cli.tape import Recorder, Tape, spans
+from ds4cli.tape import Recorder, Slots, Tape, spans
 
 # As many rows as a checkpoint serves, so that one-row segments are merged once, when their run is
 # complete.
@@ -50,7 +50,7 @@ class Segment:
     rows: int
     tape: Tape | None
     logits: Sequence[mx.array]
-    checkpoint: list[list[mx.array | None]] | None
+    checkpoint: Slots | None
 
     @property
     def end(self) -> int:
@@ -84,12 +84,13 @@ class Segment:
         tape = None if self.tape is None else self.tape.compact(first, stop)
         logits = self.logits
         if len(logits) > 1 and (tape is None or stop >= tape.layers):
-            logits = [mx.concatenate(logits)]
+            logits = [mx.concatenate([*logits])]
             mx.async_eval(logits)
         return replace(self, tape=tape, logits=logits)
 
     def split(self, rows: int) -> tuple[Segment, Segment]:
         """Before and after the first `rows` rows; the second part's checkpoint is replayed."""
+        assert self.tape is not None and self.checkpoint is not None
         tape, left = self.tape.tail(self.rows - rows), self.rows - rows
         checkpoint = self.tape.replay(self.checkpoint, rows)
         mx.async_eval(checkpoint)
@@ -98,7 +99,7 @@ class Segment:
         return self.head(rows), Segment(self.start + rows, left, tape, logits, checkpoint)
 
 
-def slots_nbytes(slots: list[list[mx.array | None]]) -> int:
+def slots_nbytes(slots: Slots) -> int:
     """Bytes of the recurrent slots of all layers."""
     return taken_bytes(a for layer in slots for a in layer if a is not None)
 
@@ -224,14 +225,15 @@ class Horizon:
         """Positions whose logits row is kept (a range: the oldest rows go first)."""
         if not self.segments:
             return range(0)
-        first = self.end + 1
+        low, end = self.segments[0].start, self.segments[-1].end
+        first = end + 1
         for s in reversed(self.segments):
             first = s.first_logits
             if first > s.start + 1:
                 break
-        if first == self.low + 1 and self.start_row is not None:
-            first = self.low
-        return range(first, self.end + 1)
+        if first == low + 1 and self.start_row is not None:
+            first = low
+        return range(first, end + 1)
 
     def row(self, pos: int) -> mx.array:
         """The kept logits row (V,) that predicts the token at pos."""
@@ -239,13 +241,13 @@ class Horizon:
             return self.start_row
         return next(s for s in reversed(self.segments) if s.start < pos).row(pos)
 
-    def path(self, pos: int) -> tuple[list, Tape | None, int]:
+    def path(self, pos: int) -> tuple[Slots | None, Tape | None, int]:
         """The nearest checkpoint at or before pos, the tape from there, and its rows to replay."""
         first = max(
             i for i, s in enumerate(self.segments) if s.checkpoint is not None and s.start <= pos
         )
         start = self.segments[first].start
-        tapes = [s.tape for s in self.segments[first:] if s.start < pos]
+        tapes = [s.tape for s in self.segments[first:] if s.start < pos and s.tape is not None]
         tape = tapes[0] if len(tapes) == 1 else Tape.concat(tapes) if tapes else None
         return self.segments[first].checkpoint, tape, pos - start
 
@@ -320,7 +322,7 @@ class Horizon:
     def _pack(self) -> None:
         """Copy a part of a run that is old enough, so that not too many arrays stay alive."""
         if self._packing.starts:
-            self._packing.advance(self.segments, self.end - self._stay_linked)
+            self._packing.advance(self.segments, self.segments[-1].end - self._stay_linked)
 
     def _arrays(self) -> int:
         """About how many arrays are alive, or more."""
@@ -329,7 +331,7 @@ class Horizon:
 
     def _trim(self) -> None:
         """Drop what is beyond the limit; short of budget, logits rows go first, then old rows."""
-        self._drop_before(self.end - self.limit)
+        self._drop_before(self.segments[-1].end - self.limit)
         while self._arrays() > MAX_ARRAYS and len(self.segments) > 1:
             self._drop_first()
         if self.held_bytes <= self.budget_bytes:
@@ -345,8 +347,8 @@ class Horizon:
         if len(self.segments) < 2 or self.segments[1].start > pos:
             return
         starts = [s.start for s in self.segments if s.checkpoint is not None or s.tape is None]
-        start = max((p for p in starts if p <= pos), default=self.low)
-        while self.low < start:
+        start = max((p for p in starts if p <= pos), default=self.segments[0].start)
+        while self.segments[0].start < start:
             self._drop_first()
 
     def _drop_first(self) -> None:
@@ -355,6 +357,7 @@ class Horizon:
         has_row = second.start in self.rows()
         row = self.row(second.start) if has_row else None
         if second.checkpoint is None and first.tape is not None:
+            assert first.checkpoint is not None, "the oldest segment has one"
             checkpoint = first.tape.replay(first.checkpoint, first.rows)
             mx.async_eval(checkpoint)
             self.segments[1] = replace(second, checkpoint=checkpoint)
@@ -376,7 +379,8 @@ class Horizon:
 
 def merged(segments: list[Segment]) -> Segment:
     """One segment of consecutive ones; nothing is copied."""
-    tape = None if segments[0].tape is None else Tape.concat([s.tape for s in segments])
+    tapes = [s.tape for s in segments if s.tape is not None]
+    tape = Tape.concat(tapes) if tapes else None
     logits = _merged_logits(segments)
     rows = sum(s.rows for s in segments)
     return Segment(segments[0].start, rows, tape, logits, segments[0].checkpoint)

@@ -15,8 +15,7 @@ import mlx.core as mx
 from ds4cli.backend.memory import taken_bytes
 from ds4cli.caches import LayerAdapter, adapt, nest
 from ds4cli.rewind.checkpoints import Checkpoint
-
-Slots = list[list[mx.array | None]]
+from ds4cli.tape import Slots
 
 
 class Hold(NamedTuple):
@@ -81,7 +80,7 @@ class Layers:
 
     def stand_at(self, pos: int) -> bool:
         """Whether the seekable layers stand at `pos`, with all rows that the next token needs."""
-        return all(a.low() <= a.pos() == pos for a in self._seekable)
+        return all(a.pos() == pos and a.low() <= pos for a in self._seekable)
 
     def stand(self, pos: int, slots: Slots) -> None:
         """Stand at `pos`; `slots` are those of the recurrent layers there."""

@@ -71,7 +71,8 @@ def digest(metadata: dict[str, str], arrays: dict[str, mx.array]) -> str:
     facts = [metadata[key] for key in ("format", "fingerprint", "body")]
     total = hashlib.sha256(json.dumps([*facts, shapes]).encode())
     for name in names:
-        total.update(memoryview(mx.view(arrays[name].reshape(-1), mx.uint8)))
+        flat = mx.view(arrays[name].reshape(-1), mx.uint8)
+        total.update(memoryview(flat))  # type: ignore[arg-type]  # the stubs hide that it is one
     return total.hexdigest()
 
 
@@ -81,7 +82,9 @@ def read(path: str | Path, fingerprint: str) -> Any:
     if not path.is_file():
         raise StateError(f"there is no session file `{path}`")
     try:
-        arrays, metadata = mx.load(str(path), format="safetensors", return_metadata=True)
+        loaded = mx.load(str(path), format="safetensors", return_metadata=True)
+        assert isinstance(loaded, tuple)
+        arrays, metadata = loaded
         mx.eval(list(arrays.values()))
         _check_origin(path, metadata, fingerprint)
         if metadata["digest"] != digest(metadata, arrays):

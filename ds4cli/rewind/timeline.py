@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ds4cli.arrays import integers
 from ds4cli.backend import memory
 from ds4cli.caches import LayerAdapter, build_caches
 from ds4cli.errors import StateError
@@ -23,10 +24,10 @@ from ds4cli.hooks import last_row
 from ds4cli.hooks.taps import Taps
 from ds4cli.rewind.checkpoints import Checkpoint, Checkpoints
 from ds4cli.rewind.horizon import Horizon, Segment
-from ds4cli.rewind.layers import Hold, Layers, Slots
+from ds4cli.rewind.layers import Hold, Layers
 from ds4cli.rewind.plan import Reach, RewindPlan, RewindReport, call_sizes, plan
 from ds4cli.settings import MAX_BLOCK_TOKENS, Settings
-from ds4cli.tape import Recorder, Tape
+from ds4cli.tape import Recorder, Slots, Tape
 from ds4cli.tokens import common_prefix
 
 # Rows between the checkpoints inside a long call, where recurrences hand out their inner states.
@@ -55,7 +56,7 @@ class _Block(NamedTuple):
     """An open model call: fed but not committed."""
 
     start: int
-    feed: Sequence[int] | mx.array
+    feed: list[int] | mx.array
     hold: Hold  # the layers before the call
     tape: Tape | None
     logits: mx.array  # (n, V), or only the last row (1, V); lazy until `evaluate`
@@ -120,14 +121,14 @@ class Timeline:
         self.limits = limits
         self.counters = Counters()
         self.recording = True
-        self._kv = {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
+        self._kv = kv_bits, kv_group_size
         self._logits_row_bytes = 0
         self._now = self._empty()
 
     def _empty(self) -> Moment:
         """New caches, nothing read."""
         limits = self.limits
-        layers = Layers(build_caches(self.model, limits.slack_tokens, **self._kv))
+        layers = Layers(build_caches(self.model, limits.slack_tokens, *self._kv))
         horizon = Horizon(limits.horizon_tokens, limits.budget_bytes // 2, self.recorder)
         checkpoints = Checkpoints(limits.budget_bytes)
         return Moment(layers, [], 0, 0, None, (0, 0), horizon, checkpoints)
@@ -180,13 +181,13 @@ class Timeline:
 
     @property
     def _kv_kind(self) -> str:
-        bits, group = self._kv["kv_bits"], self._kv["kv_group_size"]
+        bits, group = self._kv
         return "whole" if bits is None else f"{bits}-bit (groups of {group})"
 
     # -- forward: one model call ------------------------------------------------------------------
 
     def feed(
-        self, tokens: Sequence[int] | mx.array, *, record: bool = True, inner_every: int = 0
+        self, tokens: list[int] | mx.array, *, record: bool = True, inner_every: int = 0
     ) -> mx.array:
         """Open a block: one model call on `tokens`. Returns its logits rows (n, V), lazy.
 
@@ -229,7 +230,7 @@ class Timeline:
         return now._replace(known=known, end=now.pos, horizon=horizon, checkpoints=checkpoints)
 
     def _call(
-        self, tokens: Sequence[int] | mx.array, record: bool, inner_every: int = 0
+        self, tokens: list[int] | mx.array, record: bool, inner_every: int = 0
     ) -> tuple[mx.array, Tape | None, list[mx.array]]:
         """One model call: its logits rows, its tape, and what the taps noted."""
         layers = self._now.layers
@@ -243,9 +244,7 @@ class Timeline:
             logits, hidden = self._run(tokens, layers)
         return logits, tape, hidden
 
-    def _run(
-        self, tokens: Sequence[int] | mx.array, layers: Layers
-    ) -> tuple[mx.array, list[mx.array]]:
+    def _run(self, tokens: list[int] | mx.array, layers: Layers) -> tuple[mx.array, list[mx.array]]:
         ids = mx.array(tokens, mx.int32)[None]
         if self.taps is None:
             return self.model(ids, cache=layers.caches)[0], []
@@ -288,7 +287,7 @@ class Timeline:
         now = self._now
         block = now.open[0]
         try:
-            feed = block.feed.tolist() if isinstance(block.feed, mx.array) else list(block.feed)
+            feed = integers(block.feed) if isinstance(block.feed, mx.array) else list(block.feed)
             if rows < len(feed):
                 assert len(now.open) == 1, "a later block stands on the rows to be cut"
                 self._keep_head(block, rows)
@@ -324,10 +323,12 @@ class Timeline:
     def _keep_head(self, block: _Block, rows: int) -> None:
         """Stand at row `rows` of the block: replay the recurrences, move the cursors."""
         layers = self._now.layers
-        if layers.recurrent and block.tape is None:
-            self._feed_head_again(block, rows)
-            return
-        slots = block.tape.replay(block.hold.slots, rows) if layers.recurrent else []
+        slots: Slots = []
+        if layers.recurrent:
+            if block.tape is None:
+                self._feed_head_again(block, rows)
+                return
+            slots = block.tape.replay(block.hold.slots, rows)
         layers.stand(block.start + rows, slots)
         layers.forget_ahead()
 
@@ -375,15 +376,15 @@ class Timeline:
         if now.checkpoints.nbytes + now.horizon.held_bytes > budget:
             now.checkpoints.thin(now.pos, max(0, budget - now.horizon.nbytes))
 
-    def _checkpoint_inside(self, block: _Block) -> None:
+    def _checkpoint_inside(self, block: _Block, tape: Tape) -> None:
         """Marks in the middle of the call that was just committed, where its tape has the states:
         going back to before its end then replays a part of it only."""
         now = self._now
         hold = now.layers.hold()
-        for rows in block.tape.inner_rows():
+        for rows in tape.inner_rows():
             pos = block.start + rows
             if now.layers.low() <= pos:
-                now.layers.stand(pos, block.tape.replay(block.hold.slots, rows))
+                now.layers.stand(pos, tape.replay(block.hold.slots, rows))
                 self._keep_checkpoint(now, now.layers.checkpoint(pos, "chunk", None))
         now.layers.restore(hold)
 
@@ -417,13 +418,15 @@ class Timeline:
         """What is reached now, and from which checkpoints the rest."""
         now = self._now
         layers, horizon = now.layers, now.horizon
-        low, high, rows = layers.low(), layers.high(now.end), horizon.rows()
+        low, high = layers.low(), layers.high(now.end)
+        rows: range | frozenset[int] = horizon.rows()
         if layers.recurrent:
-            held = horizon.low is not None and horizon.low <= now.pos
-            low = max(low, horizon.low if held else now.pos)
-            high = min(high, horizon.end if held else now.pos)
+            kept_low, kept_end = horizon.low, horizon.end
+            if kept_low is None or kept_end is None or kept_low > now.pos:
+                kept_low = kept_end = now.pos
+            low, high = max(low, kept_low), min(high, kept_end)
         if now.logits is not None and now.pos not in rows:
-            rows = frozenset({*rows, now.pos})
+            rows = frozenset({*horizon.rows(), now.pos})
         kept = now.checkpoints.kept
         checkpoints = [f for f in kept if f.pos <= now.pos or layers.restores(f)]
         return Reach(now.pos, low, high, rows, now.last_block, layers.can_cut, checkpoints)
@@ -514,6 +517,7 @@ class Timeline:
             self._now = self._empty()
             return
         if step.source == "frontier":
+            assert step.checkpoint is not None, "a plan over a checkpoint names it"
             now.layers.restore_checkpoint(step.checkpoint)
         elif pos != now.pos:
             now.layers.stand(pos, self._replayed(pos))
@@ -529,7 +533,8 @@ class Timeline:
         if not self._now.layers.recurrent:
             return []
         base, tape, rows = self._now.horizon.path(pos)
-        slots = tape.replay(base, rows) if rows else base
+        assert base is not None, "the plan stays within the horizon"
+        slots = tape.replay(base, rows) if rows and tape is not None else base
         mx.eval(slots)
         return slots
 
@@ -606,7 +611,8 @@ class Timeline:
 
     def _check_shapes(self, state: dict[str, Any]) -> None:
         """StateError unless the arrays of `state` are like those that one token leaves here."""
-        like = Timeline(self.model, None, self.limits, **self._kv)
+        bits, group = self._kv
+        like = Timeline(self.model, None, self.limits, kv_bits=bits, kv_group_size=group)
         row = like.feed([0], record=False)[0]
         like.evaluate()
         if len(state["layers"]) != len(self.adapters):
@@ -648,7 +654,7 @@ class Timeline:
 
     def _feed_all(
         self,
-        tokens: Sequence[int],
+        tokens: list[int],
         cancel: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] | None = None,
         last: bool = True,
@@ -670,7 +676,7 @@ class Timeline:
             if progress is not None:
                 progress(done, len(tokens))
 
-    def _feed_chunk(self, tokens: Sequence[int], record: bool) -> None:
+    def _feed_chunk(self, tokens: list[int], record: bool) -> None:
         """One call of a feed: with its tape and all its rows, or with its last row only."""
         inner_every = self._inner_every(len(tokens))
         with nullcontext() if record else last_row.only():
@@ -680,7 +686,7 @@ class Timeline:
         block = self._now.open[0]
         self.commit(len(tokens))
         if inner_every and block.tape is not None:
-            self._checkpoint_inside(block)
+            self._checkpoint_inside(block, block.tape)
 
     def _inner_every(self, rows: int) -> int:
         """How far apart the checkpoints inside a call lie: 0 where there are none, because it is

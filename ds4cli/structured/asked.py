@@ -46,8 +46,12 @@ def _read(name: str, settings: Settings) -> Wanted:
 
 def inlined(settings: Settings) -> Settings:
     """The settings with the text of the files that they name: it, not a name, makes answers."""
-    texts = {name: getattr(settings, name) for name in ("json_schema", "grammar")}
-    return replace(settings, **{name: _text(name, text) for name, text in texts.items() if text})
+    schema, grammar = settings.json_schema, settings.grammar
+    return replace(
+        settings,
+        json_schema=_text("json_schema", schema) if schema else schema,
+        grammar=_text("grammar", grammar) if grammar else grammar,
+    )
 
 
 def _text(name: str, given: str) -> str:

@@ -56,6 +56,11 @@ class CallOrForm:
     def settled(self) -> int:
         return self._one.settled
 
+    @property
+    def waiting(self) -> str:
+        """Text that is not shown, because it may be the beginning of a call or a marker."""
+        return self._one.waiting + "".join(text for _, _, text in self._waiting)
+
     def feed(self, pos: int, token: int, text: str) -> GuardStep:
         """Take the committed token at `pos`."""
         if self._called_at is not None:
@@ -75,6 +80,7 @@ class CallOrForm:
         for pos, token, text in waiting:
             step = self._form.feed(pos, token, text)
             if step.event is not None:
+                assert step.bad_pos is not None, "a form has no other event"
                 self._calls.rewind(step.bad_pos)
                 return step._replace(emit=shown)
             shown += step.emit

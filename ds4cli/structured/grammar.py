@@ -71,7 +71,10 @@ def _words(message: str) -> str:
 
 
 def _compiled(
-    wanted: Wanted, lenient: bool = True, forcing: bool = False, style: Mapping[str, Any] = FLEXIBLE
+    wanted: Wanted,
+    lenient: bool = True,
+    forcing: bool = False,
+    style: Mapping[str, object] = FLEXIBLE,
 ) -> str:
     """The grammar as llguidance takes it; `style` says what white space JSON has."""
     head = "" if forcing else NO_FORCING
@@ -98,7 +101,8 @@ class Form:
         self.wanted = wanted
         self.vocab = vocabulary_for(tokenizer, "")
         self._root = LLMatcher(self.vocab, _compiled(wanted), log_level=0)
-        styles = (*STYLES, FLEXIBLE) if wanted.kind == "json" else (FLEXIBLE,)
+        strict = STYLES if wanted.kind == "json" else ()
+        styles: tuple[Mapping[str, object], ...] = (*strict, FLEXIBLE)
         texts = [_compiled(wanted, forcing=True, style=style) for style in styles]
         self._forcing = [LLMatcher(self.vocab, text, log_level=0) for text in texts]
 

@@ -103,6 +103,12 @@ class FormGuard:
         return data.decode("utf-8", "replace")
 
     @property
+    def _start(self) -> int:
+        """The position of the first token."""
+        assert self._base is not None, "a token was fed"
+        return self._base
+
+    @property
     def _end(self) -> int:
         return (self._base or 0) + len(self._ids)
 
@@ -117,7 +123,8 @@ class FormGuard:
             return self._stop_token(pos, token)
         self._ids.append(token)
         self._texts.append(text)
-        bad = self._look_for_body(text) if self._body is None else self._follow([token])
+        body = self._body
+        bad = self._look_for_body(text) if body is None else self._follow(body, [token])
         return self._show() if bad is None else self._left(bad)
 
     def _show(self) -> GuardStep:
@@ -134,10 +141,10 @@ class FormGuard:
             return None
         first, part = self._first_of(len(answer))
         lead = [self._ids[first]] if part is None else self.form.tokens_of(part.encode())
-        self._body = _Body(self._base + first, lead, self.form.matcher())
+        self._body = _Body(self._start + first, lead, self.form.matcher())
         if self._body.matcher.try_consume_tokens(lead) < len(lead):
             return self._body.opened
-        return self._follow(self._ids[first + 1 :])
+        return self._follow(self._body, self._ids[first + 1 :])
 
     def _first_of(self, characters: int) -> tuple[int, str | None]:
         """The token in which the newest `characters` begin, and what of its text belongs to them;
@@ -152,15 +159,14 @@ class FormGuard:
             index -= 1
         return index, None
 
-    def _follow(self, tokens: Sequence[int]) -> int | None:
+    def _follow(self, body: _Body, tokens: list[int]) -> int | None:
         """Let the matcher consume `tokens`; the position of the first that it refuses."""
-        body = self._body
-        taken = body.matcher.try_consume_tokens(list(tokens)) if tokens else 0
+        taken = body.matcher.try_consume_tokens(tokens) if tokens else 0
         body.ids += tokens[:taken]
         return None if taken == len(tokens) else body.opened + 1 + len(body.ids)
 
     def _left(self, bad: int, token: int | None = None) -> GuardStep:
-        token = self._ids[bad - self._base] if token is None else token
+        token = self._ids[bad - self._start] if token is None else token
         ends = token in self._stops
         self.rewind(bad)
         self._banned.setdefault(bad, set()).add(token)
@@ -188,15 +194,15 @@ class FormGuard:
         del self._ids[keep:], self._texts[keep:]
         self._banned = {p: ids for p, ids in self._banned.items() if p <= pos}
         if self._body is not None and pos > self._body.opened:
-            self._roll_back(pos)
+            self._roll_back(self._body, pos)
         else:
             self._read_again()
 
-    def _roll_back(self, pos: int) -> None:
-        gone = len(self._body.ids) - (pos - self._body.opened - 1)
+    def _roll_back(self, body: _Body, pos: int) -> None:
+        gone = len(body.ids) - (pos - body.opened - 1)
         if gone > 0:
-            self._body.matcher.rollback(gone)
-            del self._body.ids[-gone:]
+            body.matcher.rollback(gone)
+            del body.ids[-gone:]
         self._shown = min(self._shown, len(self._ids))
 
     def _read_again(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from ds4cli.arrays import number
 from ds4cli.tape.recorder import Recorder, arrays_caches
 from ds4cli.tape.tape import Slots, Tape
 from ds4cli.tape.tracks import HALF, CallRows, Track
@@ -65,7 +66,7 @@ def _replay_error(model: nn.Module, recorder: Recorder, caches: list[Any]) -> fl
     recurrent = arrays_caches(caches)
     _feed(model, caches, 3)
     starts = _slots(recurrent)
-    tapes = [_feed(model, caches, rows, recorder) for rows in (4, 1)]
+    tapes = [_recorded(model, caches, rows, recorder) for rows in (4, 1)]
     tape, reached = Tape.concat(tapes), _slots(recurrent)
     halfway, coarse = tape.replay(starts, 2), tape.slots_that(_is_coarse)
     worst = max(
@@ -80,7 +81,7 @@ def _long_error(model: nn.Module, recorder: Recorder, caches: list[Any]) -> floa
     recurrent, tapes = arrays_caches(caches), []
     starts = _slots(recurrent)
     for _ in range(LONG_ROWS):
-        tapes.append(_feed(model, caches, 1, recorder))
+        tapes.append(_recorded(model, caches, 1, recorder))
         mx.async_eval(_slots(recurrent))
     tape = Tape.concat(tapes)
     again = tape.replay(starts, LONG_ROWS)
@@ -101,17 +102,21 @@ def _adds_up(tape: Tape, slots: Slots) -> bool:
     computed = tape.slots_that(lambda track: track.inner_rows() is not None)
     by_call = tape.slots_that(lambda track: isinstance(track, CallRows) and track.in_half)
     marks = zip(chain(*slots), chain(*computed), chain(*by_call), strict=True)
-    return any(rounds or (moves and slot.dtype in HALF) for slot, moves, rounds in marks)
+    return any(
+        rounds or (moves and slot is not None and slot.dtype in HALF)
+        for slot, moves, rounds in marks
+    )
 
 
-def _feed(model: nn.Module, caches: list[Any], rows: int, recorder: Recorder | None = None):
-    """Feed ids 1 .. rows; return the tape of the call."""
-    tokens = mx.arange(1, rows + 1)[None]
-    if recorder is None:
-        model(tokens, cache=caches)
-        return None
+def _feed(model: nn.Module, caches: list[Any], rows: int) -> None:
+    """Feed ids 1 .. rows."""
+    model(mx.arange(1, rows + 1)[None], cache=caches)
+
+
+def _recorded(model: nn.Module, caches: list[Any], rows: int, recorder: Recorder) -> Tape:
+    """The tape of a call that feeds ids 1 .. rows."""
     with recorder.recording(arrays_caches(caches)) as tape:
-        model(tokens, cache=caches)
+        _feed(model, caches, rows)
     return tape
 
 
@@ -130,4 +135,4 @@ def _difference(a: mx.array | None, b: mx.array | None, coarse: bool) -> float:
     allowed = _TOLERANCE_HALF if coarse or b.dtype in HALF else _TOLERANCE
     a, b = a.astype(mx.float32), b.astype(mx.float32)
     error = mx.max(mx.abs(a - b)) / mx.maximum(mx.max(mx.abs(b)), 1e-6)
-    return error.item() / allowed if mx.isfinite(error).item() else float("inf")
+    return number(error) / allowed if mx.isfinite(error).item() else float("inf")

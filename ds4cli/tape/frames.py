@@ -59,7 +59,7 @@ class Recording:
     """A context in which the rows of some caches are recorded, beside whatever is already."""
 
     def __init__(self, caches: Sequence[ArraysCache], inner_every: int):
-        self.frames = []
+        self.frames: list[Frame] = []
         for cache in caches:
             frame = Frame()
             frame.cache, frame.tracks = cache, [() for _ in cache.cache]
@@ -97,6 +97,7 @@ def framed(cls: type, slot: int = 0) -> type:
         frames = here.frames
         if not frames:
             return inner(self, *args, **kwargs)
+        frame: Frame | None
         try:
             frame = frames[kwargs["cache"] if kwargs else args[-1]]
         except (KeyError, IndexError, TypeError):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
@@ -73,7 +74,8 @@ class Recorder:
             yield tape
         tape.fill([f.tracks for f in found])
         if not self.row_bytes:
-            states = [x for c in caches for x in c.cache if x is not None]
+            slots: list[mx.array | None] = [x for c in caches for x in c.cache]
+            states = [x for x in slots if x is not None]
             self.row_bytes, self.has_inner_states = tape.row_bytes, tape.has_inner_states
             self.row_arrays, self.state_arrays = len(tape.arrays()), len(states)
             self.state_bytes = taken_bytes(states)
@@ -89,7 +91,7 @@ def _owners(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
 
 def arrays_caches(caches: Sequence[Any]) -> list[ArraysCache]:
     """The recurrent caches among a model's caches, in order, those inside a CacheList too."""
-    found = []
+    found: list[ArraysCache] = []
     for cache in caches:
         if isinstance(cache, CacheList):
             found += arrays_caches(cache.caches)

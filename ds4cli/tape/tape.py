@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import mlx.core as mx
 
@@ -69,7 +69,8 @@ class Tape:
     def inner_rows(self) -> list[int]:
         """Rows after which every state is on the tape, so that `replay` computes none."""
         joined = (_joined(tracks, self.rows) for slots in self._layers for tracks in slots)
-        known = [set(t.inner_rows()) for t in joined if t.inner_rows() is not None]
+        some = (t.inner_rows() for t in joined)
+        known = [set(rows) for rows in some if rows is not None]
         return sorted(set.intersection(*known)) if known else []
 
     def head(self, n: int) -> Tape:
@@ -102,14 +103,14 @@ class Tape:
         mx.async_eval(Tape(layers[first:stop]).arrays())
         return Tape(layers)
 
-    def replay(self, starts: Slots, rows: int) -> list[list[mx.array]]:
+    def replay(self, starts: Slots, rows: int) -> Slots:
         """The slots of every cache after `rows` rows (1 .. self.rows), from the slots `starts`.
 
         Recurrence only: no projection, attention or feed-forward of the model runs. Lazy: the
         caller evaluates. A start slot may be None, as in a new cache.
         """
         assert 0 < rows <= self.rows, (rows, self.rows)
-        out: list[list] = [[None] * len(tracks) for tracks in self._layers]
+        out: Slots = [[None] * len(tracks) for tracks in self._layers]
         joined = [[_joined(tracks, rows) for tracks in slots] for slots in self._layers]
         for places in _groups(joined, starts):
             tracks = [joined[i][j] for i, j in places]
@@ -121,7 +122,7 @@ class Tape:
 
 def _groups(layers: Sequence[Sequence[Track]], starts: Slots) -> list[list[tuple[int, int]]]:
     """Places (cache, slot) that replay as one batch."""
-    groups: dict = {}
+    groups: dict[tuple[type[Track], Hashable], list[tuple[int, int]]] = {}
     for i, tracks in enumerate(layers):
         for j, track in enumerate(tracks):
             groups.setdefault((type(track), track.key(starts[i][j])), []).append((i, j))

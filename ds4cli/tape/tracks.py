@@ -7,14 +7,17 @@ all `Tail`; every other recurrence has its own file in `families/`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import mlx.core as mx
 
 from ds4cli.hooks.cuda.rows import joined
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 HALF = (mx.float16, mx.bfloat16)
 
@@ -26,6 +29,12 @@ def spans(lengths: Iterable[int], start: int, stop: int) -> Iterator[tuple[int, 
         begin, end = end, end + rows
         if begin < stop and start < end:
             yield i, max(0, start - begin), min(rows, stop - begin)
+
+
+def batched(starts: Sequence[mx.array | None], axis: int = 0) -> mx.array | None:
+    """The start slots of tracks that are replayed as one batch: all are None, or none is."""
+    known = [start for start in starts if start is not None]
+    return mx.concatenate(known, axis=axis) if known else None
 
 
 @dataclass
@@ -50,24 +59,24 @@ class Track:
         """Whether some of the rows are in half precision."""
         return any(x.dtype in HALF for x in self.data)
 
-    def cut(self, start: int, stop: int) -> Track:
+    def cut(self, start: int, stop: int) -> Self:
         """Rows start .. stop (views)."""
         if start == 0 and stop == self.rows:
             return self
         return replace(self, data=tuple(x[:, start:stop] for x in self.data))
 
     @classmethod
-    def needed(cls, tracks: Sequence[Track]) -> list[Track]:
+    def needed(cls, tracks: Sequence[Self]) -> list[Self]:
         """Consecutive tracks of one slot in as few arrays as hold their rows; copies nothing."""
         return list(tracks)
 
     @classmethod
-    def join(cls, tracks: Sequence[Track]) -> Track:
+    def join(cls, tracks: Sequence[Self]) -> Self:
         """Consecutive tracks of one slot as one; a copy that keeps no longer buffer alive."""
         columns = zip(*(t.data for t in tracks), strict=True)
         return replace(tracks[0], data=tuple(joined(column) for column in columns))
 
-    def key(self, start: mx.array | None) -> Any:
+    def key(self, start: mx.array | None) -> Hashable:
         """Tracks with equal keys are replayed as one batch. Default: alone."""
         return id(self)
 
@@ -76,14 +85,14 @@ class Track:
         return ()
 
     @classmethod
-    def stack(cls, tracks: Sequence[Track], rows: int, start: int = 0) -> list[mx.array]:
+    def stack(cls, tracks: Sequence[Self], rows: int, start: int = 0) -> list[mx.array]:
         """Rows start .. rows of several tracks as one batch: each input (tracks, rows, ...)."""
         columns = zip(*(t.data for t in tracks), strict=True)
         return [mx.concatenate([x[:, start:rows] for x in column]) for column in columns]
 
     @classmethod
     def replay(
-        cls, tracks: Sequence[Any], starts: Sequence[mx.array | None], rows: int
+        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], rows: int
     ) -> list[mx.array]:
         """The slot of each track after its first `rows` rows, from the slots `starts`."""
         raise NotImplementedError
@@ -99,12 +108,12 @@ class CallRows(Track):
 
     calls: tuple[int, ...]
 
-    def cut(self, start: int, stop: int) -> Track:
+    def cut(self, start: int, stop: int) -> Self:
         calls = tuple(b - a for _, a, b in spans(self.calls, start, stop))
         return replace(super().cut(start, stop), calls=calls)
 
     @classmethod
-    def join(cls, tracks: Sequence[CallRows]) -> Track:
+    def join(cls, tracks: Sequence[Self]) -> Self:
         calls = tuple(rows for t in tracks for rows in t.calls)
         return replace(super().join(tracks), calls=calls)
 
@@ -135,28 +144,28 @@ class Tail(Track):
     def rows(self) -> int:
         return self.data[0].shape[1] - self.lead
 
-    def cut(self, start: int, stop: int) -> Track:
+    def cut(self, start: int, stop: int) -> Self:
         if start == 0 and stop == self.rows:
             return self
         return replace(self, data=(self._rows(start, stop),), lead=0)
 
     @classmethod
-    def needed(cls, tracks: Sequence[Tail]) -> list[Track]:
+    def needed(cls, tracks: Sequence[Self]) -> list[Self]:
         """The history in front of a track is the rows of those before it, so few are needed."""
-        parts: list[Track] = []
+        parts: list[Self] = []
         left = end = sum([t.data[0].shape[1] - t.lead for t in tracks])
         for t in tracks[::-1]:
             start = end - t.data[0].shape[1] + t.lead
             if start < left:
                 first = max(-t.lead, -start)
                 x = t._rows(first, left - start)
-                parts.append(Tail((x,), t.keep, t.grows, t.time_axis))
+                parts.append(cls((x,), t.keep, t.grows, t.time_axis))
                 left = start + first
             end = start
         return parts[::-1]
 
     @classmethod
-    def join(cls, tracks: Sequence[Tail]) -> Track:
+    def join(cls, tracks: Sequence[Self]) -> Self:
         return super().join(cls.needed(tracks))
 
     def _rows(self, start: int, stop: int) -> mx.array:
@@ -169,7 +178,9 @@ class Tail(Track):
         return None
 
     @classmethod
-    def replay(cls, tracks, starts, rows):
+    def replay(
+        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], rows: int
+    ) -> list[mx.array]:
         return [t._after(start, rows) for t, start in zip(tracks, starts, strict=True)]
 
     def _after(self, start: mx.array | None, rows: int) -> mx.array:
@@ -196,5 +207,7 @@ class States(Track):
         return None
 
     @classmethod
-    def replay(cls, tracks, starts, rows):
+    def replay(
+        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], rows: int
+    ) -> list[mx.array]:
         return [mx.contiguous(t.data[0][:, rows - 1]) for t in tracks]

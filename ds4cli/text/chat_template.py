@@ -124,14 +124,16 @@ class ChatTemplate:
         return shown, hidden
 
     def _is_data(self, text: str) -> bool:
-        return self.spells_specials is not None and self.spells_specials(text)
+        spells = self.spells_specials
+        return spells is not None and spells(text)
 
     def _encode_around(self, text: str, hidden: dict[str, str]) -> list[int]:
-        if not hidden:
+        encode_data = self.encode_data
+        if not hidden or encode_data is None:
             return self.encode(text)
         ids: list[int] = []
         for i, piece in enumerate(re.split(f"({'|'.join(hidden)})", text)):
-            ids += self.encode_data(hidden[piece]) if i % 2 else self.encode(piece)
+            ids += encode_data(hidden[piece]) if i % 2 else self.encode(piece)
         return ids
 
     def _following_text(

@@ -106,10 +106,11 @@ class Vocabulary:
     @cached_property
     def _bytes(self) -> dict[int, int]:
         """Tokens that stand for bytes (`<0x0A>`), where a tokenizer spells with them."""
-        vocab = getattr(self.tokenizer, "get_vocab", dict)()
-        ids = {vocab.get(f"<0x{byte:02X}>"): byte for byte in range(256)}
-        is_spelt = None not in ids and self._decode([vocab["<0x0A>"]]) == "\n"
-        return ids if is_spelt else {}
+        vocab: dict[str, int] = getattr(self.tokenizer, "get_vocab", dict)()
+        names = {f"<0x{byte:02X}>": byte for byte in range(256)}
+        if not names.keys() <= vocab.keys() or self._decode([vocab["<0x0A>"]]) != "\n":
+            return {}
+        return {vocab[name]: byte for name, byte in names.items()}
 
     def _decode_runs(self, tokens: Sequence[int]) -> str:
         """Tokenizers give up a whole run of bytes when one character in it is broken."""

@@ -102,6 +102,7 @@ class Forced:
         if not self._follow([*self._lead, *ids[1:]]):
             return []
         matcher, n = self._matcher, len(ahead)
+        assert matcher is not None, "one has followed"
         taken = matcher.try_consume_tokens(list(ahead))
         forced = matcher.compute_ff_tokens() if taken == n else []
         matcher.rollback(taken)

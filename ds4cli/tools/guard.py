@@ -219,9 +219,15 @@ class Guard:
         return self._states[-1] if self._states else self._first
 
     @property
+    def _start(self) -> int:
+        """The position of the first token."""
+        assert self._base is not None, "a token was fed"
+        return self._base
+
+    @property
     def _end(self) -> int:
         """The position of the next token."""
-        return self._base + len(self._ids)
+        return self._start + len(self._ids)
 
     def rewind(self, pos: int) -> None:
         """Forget every token at `pos` and after it. Nothing changes if the guard stands there."""
@@ -366,7 +372,7 @@ class Guard:
 
     def _newest(self, state: _State, size: int) -> str:
         """The last `size` characters of the open call behind its marker, or all of them."""
-        text, index, first = "", len(self._pieces), state.held[-1][0] - self._base
+        text, index, first = "", len(self._pieces), state.held[-1][0] - self._start
         while len(text) < size and (index := index - 1) > first:
             text = self._pieces[index] + text
         if len(text) < size:
@@ -418,7 +424,7 @@ class Guard:
 
     def _raw(self, state: _State) -> str:
         """The text of the open call from its marker on."""
-        after = state.held[-1][0] + 1 - self._base
+        after = state.held[-1][0] + 1 - self._start
         first = "".join(piece for _, piece in state.held)
         return first[len(state.before) :] + "".join(self._pieces[after:])
 
@@ -544,14 +550,15 @@ class Guard:
         matcher = self._matcher(self._state) if self.is_open else None
         if matcher is None:
             return []
-        return matcher.forced(self._ids[self._state.opened - self._base :], tokens)
+        return matcher.forced(self._ids[self._state.opened - self._start :], tokens)
 
     def _left(self, bad: int, opened: int, token: int | None = None) -> GuardStep:
-        token = self._ids[bad - self._base] if token is None else token
+        token = self._ids[bad - self._start] if token is None else token
         self.rewind(bad)
         self._banned.setdefault(bad, set()).add(token)
         self.repairs += 1
         self._forced = opened
+        assert self._grammar is not None, "only a grammar is left"
         shown = self._grammar.bytes_of(token).decode("utf-8", "replace")
         reason = (
             "the reply would end inside the call"
@@ -572,9 +579,9 @@ class Guard:
         if self._grammar is None:
             return None
         if self._call is None or self._call.opened != state.opened:
-            first = self._ids[state.opened - self._base]
+            first = self._ids[state.opened - self._start]
             self._call = CallMatcher(self._grammar, state.opened, first, state.first_text)
-        self._call.follow(self._ids[state.opened - self._base :])
+        self._call.follow(self._ids[state.opened - self._start :])
         if self._call.gave_up:
             self.notices.append(f"the grammar was given up inside a call: {self._call.gave_up}")
             self._call.gave_up = ""

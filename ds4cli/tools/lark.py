@@ -262,6 +262,7 @@ class Writer:
     ) -> str:
         """The elements of a call, each at most once, and its end; `more`: others among them."""
         style, bits = self.fmt.style, numbered([key for _, key in written], required)
+        assert isinstance(style, Tagged)
         lines = [f"{end}{given(bits[k] for k in sorted(required & set(bits)))}"]
         for rule, key in written:
             lines.append(f"{rule} {marked(name, bits, key)}")
@@ -284,7 +285,7 @@ class Writer:
     def _unclosed(self, rule: str, key: str, bits: dict[str, int], required: set[str]) -> list[str]:
         """The last text of a call may lack its closing tag: the call's own tags end it."""
         style = self.fmt.style
-        if not _has_unclosed(self.fmt):
+        if not _has_unclosed(self.fmt) or not isinstance(style, Tagged):
             return []
         text = self._text(style, style.closes(key))
         if not rule.endswith(f" {text}"):

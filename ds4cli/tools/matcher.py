@@ -50,10 +50,12 @@ class CallMatcher:
         return self.opened + max(0, self._taken - len(self._lead) + 1)
 
     def is_accepting(self) -> bool:
+        assert self.live is not None
         return self.live.is_accepting()
 
     def fitting(self, tokens: Sequence[int]) -> int:
         """How many of `tokens` may follow. No side effect."""
+        assert self.live is not None
         return self.live.validate_tokens(list(tokens))
 
     def forced(self, ids: Sequence[int], ahead: Sequence[int]) -> list[int]:

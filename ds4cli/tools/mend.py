@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from json.decoder import scanstring  # type: ignore[attr-defined]  # not in the stubs
 from typing import Any
 
 _WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -86,7 +87,7 @@ def members(text: str) -> Iterator[tuple[str, str]]:
         at = _skip(text, at, ", \t\r\n")
         if text[at] == "}":
             return
-        key, at = json.decoder.scanstring(text, at + 1)
+        key, at = scanstring(text, at + 1)
         at = _skip(text, at, ": \t\r\n")
         _, end = STRICT.raw_decode(text, at)
         yield key, text[at:end]

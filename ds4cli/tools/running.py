@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,28 +83,28 @@ def run_tool(
     if tool.command is None:
         raise UsageError(f"the tool `{tool.name}` has no command")
     begin = time.perf_counter()
-    with _started(tool) as process:
+    with _started(tool, tool.command) as process:
         reader = _Reader(process, max_bytes)
         _write(process, arguments_json)
         end = _wait_for(process, reader, begin + timeout_s, cancel)
     reader.join(_REST_S)
-    exit_code = process.wait()
+    process.wait()
     output = printable(bytes(reader.data[:max_bytes]))
     is_cut = reader.truncated or len(output) > max_bytes
     seconds = time.perf_counter() - begin
-    exit_code = None if end != "ended" or reader.truncated else exit_code
+    exit_code = None if end != "ended" or reader.truncated else process.returncode
     is_late, is_cancelled = end == "late", end == "cancelled"
     return ToolRun(output[:max_bytes], exit_code, is_late, is_cut, seconds, is_cancelled)
 
 
 @contextlib.contextmanager
-def _started(tool: Tool) -> Iterator[subprocess.Popen]:
+def _started(tool: Tool, command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
     """The tool's command; it and what it started are killed at the end, and should we be killed."""
     _adopt_orphans(True)
     others = _processes_below()
     try:
         process = subprocess.Popen(
-            tool.command,
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -112,7 +113,7 @@ def _started(tool: Tool) -> Iterator[subprocess.Popen]:
         )
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"cannot run `{tool.command[0]}`: {reason}") from error
+        raise UsageError(f"cannot run `{command[0]}`: {reason}") from error
     try:
         with signals.before_end(lambda: _kill(process, others)):
             yield process
@@ -131,7 +132,7 @@ def environment_of(tool: Tool, ours: Mapping[str, str]) -> dict[str, str]:
 
 
 def _wait_for(
-    process: subprocess.Popen, reader: _Reader, deadline: float, cancel: Callable[[], bool]
+    process: subprocess.Popen[bytes], reader: _Reader, deadline: float, cancel: Callable[[], bool]
 ) -> str:
     """Until the command "ended" or said too much; "late" or "cancelled" if that was before. What it
     left behind is not waited for."""
@@ -151,7 +152,7 @@ def _wait_for(
 class _Reader(threading.Thread):
     """Reads a process's output until it ends or is too long."""
 
-    def __init__(self, process: subprocess.Popen, limit: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], limit: int) -> None:
         super().__init__(daemon=True)
         self.process, self.limit = process, limit
         self.data = bytearray()
@@ -159,25 +160,30 @@ class _Reader(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        with self.process.stdout as pipe:
+        pipe = self.process.stdout
+        assert isinstance(pipe, io.BufferedReader)
+        with pipe:
             while not self.truncated and (chunk := pipe.read1(_CHUNK)):
                 self.data += chunk
                 self.truncated = len(self.data) > self.limit
 
 
-def _write(process: subprocess.Popen, text: str) -> None:
+def _write(process: subprocess.Popen[bytes], text: str) -> None:
     """A thread of its own: a command that does not read its stdin must not block us."""
+
+    pipe = process.stdin
+    assert pipe is not None, "it is a pipe"
 
     def write() -> None:
         # A command may end, or close its stdin, without reading all of it.
-        with contextlib.suppress(OSError), process.stdin:
+        with contextlib.suppress(OSError), pipe:
             # Half of a surrogate pair, which JSON can hold, becomes the escape that it came as.
-            process.stdin.write(text.encode("utf-8", "backslashreplace"))
+            pipe.write(text.encode("utf-8", "backslashreplace"))
 
     threading.Thread(target=write, daemon=True).start()
 
 
-def _kill(process: subprocess.Popen, others: set[int]) -> None:
+def _kill(process: subprocess.Popen[bytes], others: set[int]) -> None:
     """The command, if it still runs, and what it started: all that is below us but `others`."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -204,7 +210,8 @@ def _processes_below() -> set[int]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
             parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-    below, more = set(), {os.getpid()}
+    below: set[int] = set()
+    more = {os.getpid()}
     while more:
         more = {pid for pid, parent in parents.items() if parent in more} - below
         below |= more

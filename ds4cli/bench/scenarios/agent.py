@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds4cli.bench import trace
 from ds4cli.bench.measure import Row, Sample, timed
@@ -37,7 +37,7 @@ def agent(lab: Lab) -> Iterator[Row]:
 
 
 def _rows(way: str, against: str, played: Played, total: int, match: bool | None) -> Iterator[Row]:
-    shared = {"against": against, "context_tokens": total}
+    shared: dict[str, Any] = {"against": against, "context_tokens": total}  # fields of Row
     count = len(played.repairs)
     spent = sum(s.seconds for s in played.repairs)
     how = Counter(s.source for s in played.repairs if s.source)

@@ -88,7 +88,7 @@ class StockLoop:
         # Read by our model: mlx-lm's loops over the rows of a recurrence take minutes.
         for i in range(0, len(tokens) - 1, settings.prefill_step_size):
             part = tokens[i : min(i + settings.prefill_step_size, len(tokens) - 1)]
-            lab.engine.model(mx.array(part)[None], cache=self._caches)
+            lab.engine.model(mx.array([*part])[None], cache=self._caches)
             mx.eval([cache.state for cache in self._caches])
 
     def turn(self, n: int) -> tuple[Sample, list[int]]:
@@ -98,7 +98,7 @@ class StockLoop:
         prompt = mx.array([self._last])
         begin = self._lab.clock()
         steps = generate_step(prompt, self._model, max_tokens=n, prompt_cache=caches)
-        tokens = [token for token, _ in steps]
+        tokens = [int(token) for token, _ in steps]
         return Sample(self._lab.clock() - begin, forwards=n, fed_tokens=n), tokens
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -23,9 +24,10 @@ def memory(lab: Lab) -> Iterator[Row]:
 
 
 def _in_context(lab: Lab, context: int) -> Iterator[Row]:
-    def row(case: str, way: str, nbytes: int, **fields: str) -> Row:
-        samples = (float(nbytes),)
-        return Row("memory", case, way, samples, unit="bytes", context_tokens=context, **fields)
+    def row(case: str, way: str, nbytes: int, against: str = "", note: str = "") -> Row:
+        size = (float(nbytes),)
+        row = Row("memory", case, way, size, unit="bytes", context_tokens=context)
+        return replace(row, against=against, note=note)
 
     kept, held = _kept(lab, context)
     for name, nbytes in kept.items():

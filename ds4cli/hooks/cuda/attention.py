@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -53,8 +53,9 @@ def use(model: nn.Module) -> Swaps:
     swaps = Swaps()
     if cuda.is_on():
         for module in model.modules():
-            if calls(type(module), NAME):
-                swaps.swap(module, _switched(type(module)))
+            own: type = type(module)
+            if calls(own, NAME):
+                swaps.swap(module, _switched(own))
     return swaps
 
 
@@ -107,6 +108,7 @@ def _in_steps(
     wanted = -(-known // KEY_STEP) * KEY_STEP
     if not isinstance(cache, KVCache) or cache.offset != known or _is_added(mask):
         return keys, values
+    assert cache.keys is not None and cache.values is not None, "the call has written into them"
     if not known < wanted <= cache.keys.shape[2]:
         return keys, values
     return cache.keys[:, :, :wanted], cache.values[:, :, :wanted]
@@ -180,7 +182,7 @@ class Biases:
         return bias
 
 
-def _is_added(mask: mx.array | str | None) -> bool:
+def _is_added(mask: mx.array | str | None) -> TypeGuard[mx.array]:
     return isinstance(mask, mx.array) and mask.dtype != mx.bool_
 
 

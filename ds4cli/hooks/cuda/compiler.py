@@ -8,7 +8,7 @@ one that MLX's CUDA backend has loaded.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import mlx.core as mx
@@ -70,7 +70,7 @@ def compiled(source: str, name: str, architecture: str) -> bytes:
         nvrtc.nvrtcDestroyProgram(at)
 
 
-def _text(size_of, get, program: ctypes.c_void_p) -> bytes:
+def _text(size_of: Callable[..., int], get: Callable[..., int], program: ctypes.c_void_p) -> bytes:
     size = ctypes.c_size_t()
     _check(size_of(program, ctypes.byref(size)))
     text = ctypes.create_string_buffer(size.value)

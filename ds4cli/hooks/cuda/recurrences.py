@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, wraps
 from inspect import signature
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,10 +27,11 @@ def use(model: nn.Module) -> Swaps:
     swaps = Swaps()
     if cuda.is_on():
         for module in model.modules():
-            if calls(type(module), "ssm_update"):
-                swaps.swap(module, _with_ssd(type(module)))
+            own: type = type(module)
+            if calls(own, "ssm_update"):
+                swaps.swap(module, _with_ssd(own))
             elif hasattr(module, "_wkv7"):
-                swaps.swap(module, _with_wkv7(type(module)))
+                swaps.swap(module, _with_wkv7(own))
     return swaps
 
 
@@ -59,7 +61,7 @@ def _as_kernel(update: Callable) -> Callable:
 
 
 @cache
-def _with_wkv7(cls: type) -> type:
+def _with_wkv7(cls: Any) -> type:
     def _wkv7(self, r, w, k, v, a, b, state):
         if not kernels.fits(r.shape[-1]):
             return cls._wkv7(self, r, w, k, v, a, b, state)

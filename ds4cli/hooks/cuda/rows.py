@@ -29,7 +29,7 @@ def joined(arrays: Sequence[mx.array]) -> mx.array:
     if len(arrays) == 1:
         return mx.contiguous(arrays[0])
     if not (cuda.is_on() and pays(arrays)):
-        return mx.concatenate(arrays, axis=1)
+        return mx.concatenate([*arrays], axis=1)
     parts = [_gathered(arrays[i : i + PIECES]) for i in range(0, len(arrays), PIECES)]
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import mlx.nn as nn
 
@@ -22,7 +23,7 @@ def arm(module: nn.Module, swaps: Swaps) -> None:
 
 
 @cache
-def _recording(cls: type) -> type:
+def _recording(cls: Any) -> type:
     def _custom_convolution(self, u, weights, state=None):
         frame = frames.current()
         if frame is not None:

@@ -7,10 +7,12 @@ outputs, so it is not kept. Layers of one shape are replayed as one batch by `ds
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, wraps
 from itertools import accumulate
+from types import FunctionType
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,7 +22,10 @@ from ds4cli.hooks.cuda import kernels
 from ds4cli.hooks.rebind import Swaps, calls, derived, rebound, with_globals
 from ds4cli.tape import frames
 from ds4cli.tape.families.short_conv import arm_convolutions
-from ds4cli.tape.tracks import Track
+from ds4cli.tape.tracks import Track, batched
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 name = "gated delta"
 
@@ -36,34 +41,42 @@ class DeltaRows(Track):
 
     has_inner_states = True
 
-    def inner_rows(self):
+    def inner_rows(self) -> list[int]:
         return [rows for rows, _ in self.states]
 
-    def cut(self, start, stop):
+    def cut(self, start: int, stop: int) -> Self:
         kept = tuple((rows - start, s) for rows, s in self.states if start < rows <= stop)
         return replace(super().cut(start, stop), states=kept)
 
     @classmethod
-    def join(cls, tracks):
+    def join(cls, tracks: Sequence[Self]) -> Self:
         ends = accumulate((t.rows for t in tracks), initial=0)
         states = ((end + r, s) for t, end in zip(tracks, ends, strict=False) for r, s in t.states)
         return replace(super().join(tracks), states=tuple(states))
 
-    def key(self, start):
+    def key(self, start: mx.array | None) -> Hashable:
         return *(x.shape for x in self.data), start is None, *self.inner_rows()
 
     @classmethod
-    def replay(cls, tracks, starts, rows):
+    def replay(
+        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], rows: int
+    ) -> list[mx.array]:
         stop = max((s for s in tracks[0].inner_rows() if s <= rows), default=0)
         if stop:
-            starts = [dict(t.states)[stop] for t in tracks]
-        if stop == rows:
-            return starts
+            inside = [dict(t.states)[stop] for t in tracks]
+            if stop == rows:
+                return inside
+            starts = inside
         if delta.runs_alone(tracks[0].data[0].shape[-1]):
             pairs = zip(tracks, starts, strict=True)
-            return [delta.final_state(*t.cut(stop, rows).data, start) for t, start in pairs]
-        state = None if starts[0] is None else mx.concatenate(starts)
-        return mx.split(delta.final_state(*cls.stack(tracks, rows, stop), state), len(tracks))
+            return [t.cut(stop, rows)._after(start) for t, start in pairs]
+        k, v, g, beta = cls.stack(tracks, rows, stop)
+        return list(mx.split(delta.final_state(k, v, g, beta, batched(starts)), len(tracks)))
+
+    def _after(self, start: mx.array | None) -> mx.array:
+        """The state after all rows."""
+        k, v, g, beta = self.data
+        return delta.final_state(k, v, g, beta, start)
 
 
 def owns(module: nn.Module) -> bool:
@@ -81,7 +94,7 @@ def _recording(cls: type) -> type:
     return _never_compiled(inner) if hasattr(cls, "_decode_core") else inner
 
 
-def _recorded_update(update: Callable) -> Callable:
+def _recorded_update(update: FunctionType) -> FunctionType:
     """mlx-lm's `gated_delta_update`; the recurrence it chooses records what it is given."""
     scope = dict(update.__globals__)
     for choice in ("gated_delta_ops", "gated_delta_kernel"):
@@ -113,7 +126,8 @@ def _in_pieces(
     """All outputs, and the states after every `size` rows and the last, with their row numbers."""
     ys, states, total = [], [], data[0].shape[1]
     if delta.runs_alone(data[0].shape[-1]):
-        y, last, inside = kernels.gated_delta_stops(*data, state, stop_rows=size)
+        q, k, v, g, beta = data
+        y, last, inside = kernels.gated_delta_stops(q, k, v, g, beta, state, stop_rows=size)
         return y, [*((size * (i + 1), s) for i, s in enumerate(inside)), (total, last)]
     for start in range(0, total, size):
         y, state = recurrence(*(x[:, start : start + size] for x in data), state, None)

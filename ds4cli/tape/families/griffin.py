@@ -16,13 +16,15 @@ name = "RG-LRU"
 
 
 def owns(module: nn.Module) -> bool:
-    return calls(type(getattr(module, "rg_lru", None)), "rnn_scan")
+    inner: type = type(getattr(module, "rg_lru", None))
+    return calls(inner, "rnn_scan")
 
 
 def arm(module: nn.Module, swaps: Swaps) -> None:
     swaps.swap(module, frames.framed(type(module)))
     arm_convolutions(module, swaps)
-    swaps.swap(module.rg_lru, _recording(type(module.rg_lru)))
+    inner: type = type(module.rg_lru)
+    swaps.swap(module.rg_lru, _recording(inner))
 
 
 @cache

@@ -9,10 +9,11 @@ that is new today works today.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,6 +23,9 @@ from ds4cli.errors import ModelError
 from ds4cli.hooks.rebind import Swaps, derived, names_used
 from ds4cli.tape import frames
 from ds4cli.tape.tracks import Track
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _CACHE = object()  # stands for the cache among recorded arguments
 
@@ -42,11 +46,11 @@ class LeafRows(Track):
     kwargs: dict
     recomputes = True
 
-    def key(self, start):
+    def key(self, start: mx.array | None) -> Hashable:
         return id(self.module)
 
     @classmethod
-    def join(cls, tracks):
+    def join(cls, tracks: Sequence[Self]) -> Self:
         if any(t._call() != tracks[0]._call() for t in tracks):
             raise ModelError(f"calls of `{type(tracks[0].module).__name__}` can't be joined")
         return super().join(tracks)
@@ -55,9 +59,11 @@ class LeafRows(Track):
         return id(self.module), self.args, self.kwargs
 
     @classmethod
-    def replay(cls, tracks, starts, rows):
+    def replay(
+        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], rows: int
+    ) -> list[mx.array]:
         call = tracks[0].cut(0, rows)
-        fresh = ArraysCache(len(starts))
+        fresh: Any = ArraysCache(len(starts))
         fresh.cache = list(starts)
         args = [call._real(a, fresh) for a in call.args]
         call.module(*args, **{name: call._real(a, fresh) for name, a in call.kwargs.items()})
@@ -87,7 +93,12 @@ def candidates(model: nn.Module, known: list[nn.Module]) -> list[nn.Module]:
 
 def innermost(modules: list[nn.Module]) -> list[nn.Module]:
     """Those with nothing inside that is handed a cache: the leaves, as far as one can see."""
-    return [m for m in modules if sum(_takes_cache(type(part)) for part in m.modules()) == 1]
+    return [m for m in modules if sum(_takes_cache(own) for own in _classes(m)) == 1]
+
+
+def _classes(module: nn.Module) -> list[type]:
+    """Of the module and of all inside it."""
+    return [type(part) for part in module.modules()]
 
 
 def arm(module: nn.Module, swaps: Swaps) -> None:
@@ -99,8 +110,9 @@ def _recording(cls: type) -> type:
     def __call__(self, *args, **kwargs):
         out = cls.__call__(self, *args, **kwargs)
         frame = frames.current()
-        given = frame is not None and any(a is frame.cache for a in (*args, *kwargs.values()))
-        if given and not frame.delegated:
+        if frame is None or frame.delegated:
+            return out
+        if any(a is frame.cache for a in (*args, *kwargs.values())):
             frame.add_all(_record(self, frame.cache, args, kwargs))
         return out
 

@@ -9,16 +9,20 @@ again, call by call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ds4cli.hooks.rebind import Swaps, calls, rebound
 from ds4cli.tape import frames
-from ds4cli.tape.tracks import CallRows
+from ds4cli.tape.tracks import CallRows, batched
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 name = "lightning attention"
 
@@ -32,12 +36,14 @@ class GlaRows(CallRows):
     dtype: mx.Dtype
     recurrence: Callable
 
-    def key(self, start):
+    def key(self, start: mx.array | None) -> Hashable:
         k, v = self.data
         return k.shape, v.shape, self.calls, self.dtype, start is None
 
     @classmethod
-    def replay(cls, tracks, starts, rows):
+    def replay(
+        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], rows: int
+    ) -> list[mx.array]:
         if tracks[0].in_half:
             return cls._by_calls(tracks, starts, rows)
         k, v = cls.stack(tracks, rows)
@@ -45,22 +51,26 @@ class GlaRows(CallRows):
         later = mx.arange(rows - 1, -1, -1)[:, None]
         k = k * mx.exp(gate[:, None] * later)[..., None]
         out = k.transpose(0, 2, 3, 1) @ v.astype(k.dtype).swapaxes(1, 2)
-        if starts[0] is not None:
-            out += mx.exp(gate * rows)[..., None, None] * mx.concatenate(starts)
-        return mx.split(out.astype(tracks[0].dtype), len(tracks))
+        start = batched(starts)
+        if start is not None:
+            out += mx.exp(gate * rows)[..., None, None] * start
+        return list(mx.split(out.astype(tracks[0].dtype), len(tracks)))
 
     @classmethod
-    def _by_calls(cls, tracks, starts, rows):
+    def _by_calls(
+        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], rows: int
+    ) -> list[mx.array]:
         """All layers at once, as the heads of one."""
         k, v = (x.swapaxes(1, 2).flatten(0, 1)[None] for x in cls.stack(tracks, rows))
         gate = mx.concatenate([t.gate.reshape(-1) for t in tracks])
-        state = None if starts[0] is None else mx.concatenate(starts, axis=1)
+        state = batched(starts, axis=1)
         advance = tracks[0].recurrence
         for call in tracks[0].slices(rows):
             # Any q will do: only outputs depend on it.
             part = k[:, :, call]
             _, state = advance(part, part, v[:, :, call], gate, scale=1.0, h=state)
-        return mx.split(state, len(tracks), axis=1)
+        assert state is not None, "there are rows"
+        return list(mx.split(state, len(tracks), axis=1))
 
 
 def owns(module: nn.Module) -> bool:

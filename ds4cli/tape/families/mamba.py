@@ -8,8 +8,10 @@ the replay applies again: keeping them would double the tape, keeping states wou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +20,9 @@ from ds4cli.hooks.rebind import Swaps, derived
 from ds4cli.tape import frames
 from ds4cli.tape.families.short_conv import arm_convolutions
 from ds4cli.tape.tracks import Track
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 name = "Mamba-1"
 
@@ -33,7 +38,9 @@ class ScanRows(Track):
     recomputes = True
 
     @classmethod
-    def replay(cls, tracks, starts, rows):
+    def replay(
+        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], rows: int
+    ) -> list[mx.array]:
         return [t._after(start, rows) for t, start in zip(tracks, starts, strict=True)]
 
     def _after(self, state: mx.array | None, rows: int) -> mx.array:
@@ -43,10 +50,13 @@ class ScanRows(Track):
         for i in range(0, rows, _SEGMENT):
             part = slice(i, i + _SEGMENT)
             state = _scan(x[:, part], delta[:, part], B[:, part], A, state)
+        assert state is not None, "there are rows"
         return state
 
 
-def _scan(x, delta, B, A, state: mx.array | None) -> mx.array:
+def _scan(
+    x: mx.array, delta: mx.array, B: mx.array, A: mx.array, state: mx.array | None
+) -> mx.array:
     """x, delta (1, T, D), B (1, T, N), A (D, N), state (1, D, N) -> the state after T rows."""
     later = mx.cumsum(delta, axis=1, reverse=True, inclusive=False)
     decay = mx.exp(later[..., None] * A)
@@ -78,7 +88,7 @@ def arm(module: nn.Module, swaps: Swaps) -> None:
 
 
 @cache
-def _recording(cls: type) -> type:
+def _recording(cls: Any) -> type:
     def ssm_step(self, x, A, state=None):
         frame = frames.current()
         if frame is not None:

@@ -10,9 +10,10 @@ call, by the model's own function call by call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,7 +22,10 @@ from ds4cli.hooks import cuda, delta
 from ds4cli.hooks.cuda import kernels
 from ds4cli.hooks.rebind import Swaps, derived
 from ds4cli.tape import frames
-from ds4cli.tape.tracks import HALF, CallRows, Tail
+from ds4cli.tape.tracks import HALF, CallRows, Tail, batched
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 name = "RWKV-7"
 
@@ -36,11 +40,13 @@ class WkvRows(CallRows):
     dtype: mx.Dtype
     advance: Callable
 
-    def key(self, start):
+    def key(self, start: mx.array | None) -> Hashable:
         return self.data[0].shape, self.calls, self.dtype, start is None
 
     @classmethod
-    def replay(cls, tracks, starts, rows):
+    def replay(
+        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], rows: int
+    ) -> list[mx.array]:
         if tracks[0].dtype in HALF:
             return cls._by_calls(tracks, starts, rows)
         if cuda.is_on() and kernels.fits(tracks[0].data[0].shape[-1]):
@@ -51,33 +57,40 @@ class WkvRows(CallRows):
         state = _state(tracks, starts)
         for i in range(0, rows, _CHUNK):
             state = _advance(state, *(x[:, :, i : i + _CHUNK] for x in (w, k, v, a, b)))
-        return mx.split(state.astype(tracks[0].dtype), len(tracks))
+        return list(mx.split(state.astype(tracks[0].dtype), len(tracks)))
 
     @classmethod
-    def _by_calls(cls, tracks, starts, rows):
+    def _by_calls(
+        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], rows: int
+    ) -> list[mx.array]:
         first, columns = tracks[0], cls.stack(tracks, rows)
-        state = None if starts[0] is None else mx.concatenate(starts)
+        state = batched(starts)
         for call in first.slices(rows):
             part = [x[:, call] for x in columns]
             # Any r of its type will do: only outputs depend on it.
             _, state = first.advance(part[1].astype(first.dtype), *part, state)
-        return mx.split(state, len(tracks))
+        assert state is not None, "there are rows"
+        return list(mx.split(state, len(tracks)))
 
     def _after(self, start: mx.array | None) -> mx.array:
         """The state after all rows, by the kernel; r makes outputs only."""
         state = _state([self], [start]).astype(self.dtype)
-        return kernels.wkv7(self.data[0], *self.data, state)[1]
+        w, k, v, a, b = self.data
+        return kernels.wkv7(w, w, k, v, a, b, state)[1]
 
 
-def _state(tracks: list[WkvRows], starts: list[mx.array | None]) -> mx.array:
+def _state(tracks: Sequence[WkvRows], starts: Sequence[mx.array | None]) -> mx.array:
     """(layers, H, D, D) float32."""
-    if starts[0] is not None:
-        return mx.concatenate(starts).astype(mx.float32)
+    known = batched(starts)
+    if known is not None:
+        return known.astype(mx.float32)
     _, _, heads, dim = tracks[0].data[0].shape
     return mx.zeros((len(tracks), heads, dim, dim))
 
 
-def _advance(S: mx.array, w, k, v, a, b) -> mx.array:
+def _advance(
+    S: mx.array, w: mx.array, k: mx.array, v: mx.array, a: mx.array, b: mx.array
+) -> mx.array:
     """The state after the rows of one chunk; inputs (layers, H, C, D).
 
     With U_t = S_{t-1} a_t every row adds U_t b_t^T + v_t k_t^T and decays what was there, so the U
@@ -100,14 +113,16 @@ def owns(module: nn.Module) -> bool:
 
 
 def arm(module: nn.Module, swaps: Swaps) -> None:
-    swaps.swap(module.attn, _time_mixing(type(module.attn)))
+    attention: type = type(module.attn)
+    swaps.swap(module.attn, _time_mixing(attention))
     swaps.swap(module.ffn, frames.framed(type(module.ffn), slot=2))
     for mixing in (module.attn, module.ffn):
-        swaps.swap(mixing.token_shift, _token_shift(type(mixing.token_shift)))
+        shift: type = type(mixing.token_shift)
+        swaps.swap(mixing.token_shift, _token_shift(shift))
 
 
 @cache
-def _time_mixing(cls: type) -> type:
+def _time_mixing(cls: Any) -> type:
     def _wkv7(self, r, w, k, v, a, b, state):
         advance = partial(cls._wkv7, self)
         y, after = advance(r, w, k, v, a, b, state)

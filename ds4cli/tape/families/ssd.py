@@ -8,10 +8,11 @@ A row is x, B and the raw dt; C only makes outputs. The state after n rows is on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
 from inspect import signature
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,7 +23,10 @@ from ds4cli.hooks.cuda import kernels
 from ds4cli.hooks.rebind import Swaps, calls, rebound
 from ds4cli.tape import frames
 from ds4cli.tape.families.short_conv import arm_convolutions
-from ds4cli.tape.tracks import Track
+from ds4cli.tape.tracks import Track, batched
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 name = "Mamba-2"
 
@@ -35,12 +39,14 @@ class SsdRows(Track):
     dt_bias: mx.array
     time_step_limit: tuple[float, float]
 
-    def key(self, start):
+    def key(self, start: mx.array | None) -> Hashable:
         x, B, _ = self.data
         return x.shape, B.shape, tuple(self.time_step_limit), start is None
 
     @classmethod
-    def replay(cls, tracks, starts, rows):
+    def replay(
+        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], rows: int
+    ) -> list[mx.array]:
         if cuda.is_on() and kernels.fits(tracks[0].data[1].shape[-1]):
             pairs = zip(tracks, starts, strict=True)
             return [t.cut(0, rows)._after(start) for t, start in pairs]
@@ -49,9 +55,10 @@ class SsdRows(Track):
         dt = compute_dt(dt, dt_bias, tracks[0].time_step_limit)
         A = -mx.exp(mx.stack([t.A_log for t in tracks]))[:, None].astype(dt.dtype)
         out = _final_state(x, B, dt, dt * A)
-        if starts[0] is not None:
-            out += mx.exp(mx.sum(dt * A, axis=1))[..., None, None] * mx.concatenate(starts)
-        return mx.split(out, len(tracks))
+        start = batched(starts)
+        if start is not None:
+            out += mx.exp(mx.sum(dt * A, axis=1))[..., None, None] * start
+        return list(mx.split(out, len(tracks)))
 
     def _after(self, start: mx.array | None) -> mx.array:
         """The state after all rows, by the kernel; C and D make outputs only."""
