@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,8 +141,11 @@ def _remove(name: str, names: Sequence[str]) -> int:
 
     if name not in names:
         raise UsageError(f"`{name}` is not in the hub's cache", nearest(name, names))
-    scan = scan_cache_dir()
-    repo = next(repo for repo in scan.repos if repo.repo_id == name and repo.repo_type == "model")
-    scan.delete_revisions(*(revision.commit_hash for revision in repo.revisions)).execute()
+    repos = scan_cache_dir().repos
+    repo = next(repo for repo in repos if repo.repo_id == name and repo.repo_type == "model")
+    try:
+        shutil.rmtree(repo.repo_path)  # a revision's hash may be another repository's too
+    except OSError as error:
+        raise UsageError(f"cannot remove `{name}`: {error.strerror or error}") from None
     terminal.note(f"removed `{name}`: {repo.size_on_disk / 1e9:.1f} GB")
     return 0
