@@ -279,12 +279,12 @@ def test_a_run_is_written_compared_and_drawn(hybrid_folder, tmp_path):
     assert data["environment"]["cache_kinds"] and data["rows"][0]["samples"]
     same = run(*again, "--compare", old, "--tolerance", 1000, "--plot", tmp_path / "x.svg")
     assert same.exit_code == 0, same.stderr
-    assert "now / before" in same.stderr and "### rewind, context 40" in same.stdout
+    assert "now / before" in same.stdout and "### rewind, context 40" in same.stdout
     for r in data["rows"]:
         r["samples"] = [s / 1e6 for s in r["samples"]]
     old.write_text(json.dumps(data))
     worse = run(*again, "--compare", old)
-    assert worse.exit_code == 1 and "**worse**" in worse.stderr
+    assert worse.exit_code == 1 and "**worse**" in worse.stdout
 
 
 def test_a_mismatch_exits_with_1(hybrid_folder, monkeypatch):
