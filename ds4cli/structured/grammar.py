@@ -12,11 +12,10 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from llguidance import LLMatcher
 
 from ds4cli.structured.wanted import Wanted
-from ds4cli.tools.grammar import vocabulary_for
+from ds4cli.tools.grammar import TokenBytes, vocabulary_for
 from ds4cli.tools.lark import NoGrammar
 
 # White space as people write it; bounded, since a weak model can go on with it for ever.
@@ -94,12 +93,12 @@ def _slashed(pattern: str) -> str:
     return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern).replace("\n", "\\n")
 
 
-class Form:
+class Form(TokenBytes):
     """The compiled grammar of a wanted form for one tokenizer's vocabulary."""
 
     def __init__(self, tokenizer: Any, wanted: Wanted):
         self.wanted = wanted
-        self.vocab = vocabulary_for(tokenizer, "")
+        super().__init__(vocabulary_for(tokenizer, ""))
         self._root = LLMatcher(self.vocab, _compiled(wanted), log_level=0)
         strict = STYLES if wanted.kind == "json" else ()
         styles: tuple[Mapping[str, object], ...] = (*strict, FLEXIBLE)
@@ -113,22 +112,6 @@ class Form:
     def forcing(self) -> list[LLMatcher]:
         """Matchers that say which tokens must follow, for guesses, one for each style."""
         return [matcher.deep_copy() for matcher in self._forcing]
-
-    def tokens_of(self, data: bytes) -> list[int]:
-        """Tokens that spell `data`; [] when the vocabulary cannot."""
-        ids = self.vocab.tokenize_bytes(data)
-        return ids if self.vocab.decode_bytes(ids) == data else []
-
-    def bytes_of(self, token: int) -> bytes:
-        return self.vocab.decode_bytes([token]) if token < self.vocab.vocab_size else b""
-
-    def mask(self, matcher: LLMatcher, size: int) -> np.ndarray:
-        """(size,) bool: the tokens that `matcher` accepts next, never padding ids."""
-        mask = np.zeros(size, bool)
-        n = min(size, self.vocab.vocab_size)
-        data = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        mask[:n] = np.unpackbits(data, bitorder="little")[:n]
-        return mask
 
 
 _forms: weakref.WeakKeyDictionary[Any, dict[str, Form]] = weakref.WeakKeyDictionary()

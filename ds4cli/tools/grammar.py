@@ -24,7 +24,32 @@ from ds4cli.tools.formats import Format
 from ds4cli.tools.lark import NoGrammar, Writer
 
 
-class Grammar:
+class TokenBytes:
+    """A tokenizer's vocabulary as bytes, and what a matcher over it allows."""
+
+    def __init__(self, vocab: LLTokenizer) -> None:
+        self.vocab = vocab
+
+    def tokens_of(self, data: bytes) -> list[int]:
+        """Tokens that spell `data`; [] when the vocabulary cannot."""
+        ids = self.vocab.tokenize_bytes(data)
+        return ids if self.vocab.decode_bytes(ids) == data else []
+
+    def bytes_of(self, token: int) -> bytes:
+        return self.vocab.decode_bytes([token]) if token < self.vocab.vocab_size else b""
+
+    def mask(self, matcher: LLMatcher | None, size: int) -> np.ndarray:
+        """(size,) bool: the tokens that `matcher` accepts next (None: all), never padding ids."""
+        mask = np.zeros(size, bool)
+        n = min(size, self.vocab.vocab_size)
+        mask[:n] = True
+        if matcher is not None:
+            data = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            mask[:n] = np.unpackbits(data, bitorder="little")[:n]
+        return mask
+
+
+class Grammar(TokenBytes):
     """The compiled grammar of one tokenizer, format and set of tools.
 
     build_s: seconds spent building (grammar, and the vocabulary's trie if it is the first one).
@@ -33,7 +58,7 @@ class Grammar:
 
     def __init__(self, tokenizer: Any, fmt: Format, tools: Sequence[Tool]) -> None:
         begin = time.perf_counter()
-        self.vocab = vocabulary_for(tokenizer, fmt.literals())
+        super().__init__(vocabulary_for(tokenizer, fmt.literals()))
         self.notices: list[str] = []
         self._root = self._compile(fmt, tools)
         self._strict: list[LLMatcher | None] = []
@@ -81,24 +106,6 @@ class Grammar:
         lark = Writer(fmt, tools, drawn=drawn).lark()
         tried = [self._try(layout.applied(lark)) for layout in layouts(fmt, drawn)]
         return [None if error else matcher for matcher, error in tried]
-
-    def tokens_of(self, data: bytes) -> list[int]:
-        """Tokens that spell `data`; [] when the vocabulary cannot."""
-        ids = self.vocab.tokenize_bytes(data)
-        return ids if self.vocab.decode_bytes(ids) == data else []
-
-    def bytes_of(self, token: int) -> bytes:
-        return self.vocab.decode_bytes([token]) if token < self.vocab.vocab_size else b""
-
-    def mask(self, matcher: LLMatcher | None, size: int) -> np.ndarray:
-        """(size,) bool: the tokens that `matcher` accepts next (None: all), never padding ids."""
-        mask = np.zeros(size, bool)
-        n = min(size, self.vocab.vocab_size)
-        mask[:n] = True
-        if matcher is not None:
-            data = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-            mask[:n] = np.unpackbits(data, bitorder="little")[:n]
-        return mask
 
 
 _cache: weakref.WeakKeyDictionary[Any, dict[str, Grammar | str]] = weakref.WeakKeyDictionary()
