@@ -24,6 +24,7 @@ LAYERS = (
     ("backend", "text", "hooks", "models"),
     ("caches", "sampling", "tools"),
     ("structured", "tape"),
+    ("lanes",),
     ("rewind",),
     ("drafters",),
     ("engine",),

@@ -55,9 +55,10 @@ class LayerAdapter:
     def forget_ahead(self) -> None:
         """The rows above the position are not gone forward to again."""
 
-    def leave(self, others: Sequence[LayerAdapter]) -> None:
+    def leave(self, others: Sequence[LayerAdapter], writers: Sequence[LayerAdapter] = ()) -> None:
         """Before a call: stop sharing rows with `others`, this layer in branches of the text, where
-        the call could overwrite what they need."""
+        the call could overwrite what they need, and with `writers`, those of them that the same
+        call writes to."""
 
     def checkpoint(self) -> Any:
         """What brings the layer back to this position after any later writes beyond it."""
@@ -174,10 +175,11 @@ class SharedRows(CursorAdapter):
         """Keep only views of our rows: the next write finds no room in them and copies."""
         raise NotImplementedError
 
-    def leave(self, others: Sequence[LayerAdapter]) -> None:
+    def leave(self, others: Sequence[LayerAdapter], writers: Sequence[LayerAdapter] = ()) -> None:
         pos, mine = self.cache.offset, self._buffers()
-        alike = (a for a in others if isinstance(a, SharedRows))
-        if any(a.high() > pos and _share(a._buffers(), mine) for a in alike):
+        beyond = (a for a in others if isinstance(a, SharedRows) and a.high() > pos)
+        rivals = (*beyond, *(a for a in writers if isinstance(a, SharedRows)))
+        if any(_share(a._buffers(), mine) for a in rivals):
             self._leave()
 
 

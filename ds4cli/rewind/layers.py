@@ -57,12 +57,15 @@ class Layers:
             a.cache.__dict__.update(cache)
         self._set_slots(hold.slots)
 
-    def before_write(self) -> None:
-        """Must precede every model call: stops sharing rows that the call could overwrite."""
+    def before_write(self, writers: Sequence[Layers] = ()) -> None:
+        """Must precede every model call: stops sharing rows that the call could overwrite.
+
+        writers: others that the same call writes to."""
         if self._kin is not None and len(self._kin) > 1:
             branches = [layers.adapters for layers in self._kin if layers is not self]
-            for a, *others in zip(self.adapters, *branches, strict=True):
-                a.leave(others)
+            writing = [layers.adapters for layers in writers if layers in self._kin]
+            for i, a in enumerate(self.adapters):
+                a.leave([b[i] for b in branches], [b[i] for b in writing])
 
     def live(self) -> Any:
         """A tree with all arrays of the caches, for `mx.eval`, which skips the rest."""

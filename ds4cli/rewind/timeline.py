@@ -95,6 +95,15 @@ class Moment(NamedTuple):
     open: tuple[_Block, ...] = ()
 
 
+class Opening(NamedTuple):
+    """What a model call starts from: `hold` has the layers of `moment`, and `start` is the position
+    of the call's first row."""
+
+    moment: Moment
+    hold: Hold
+    start: int
+
+
 class Timeline:
     """One model's tokens and caches, with a horizon and checkpoints to go back by.
 
@@ -197,19 +206,39 @@ class Timeline:
         not known yet (an unevaluated int32 (1,)): so the graph of the next step is built while
         this one runs.
         """
-        self._forget_redo()
-        now = self._now
-        hold, start = now.layers.hold(), now.pos
-        for below in now.open:
-            start += len(below.feed)
+        opening = self.opening()
         try:
             logits, tape, hidden = self._call(tokens, record and self.recording, inner_every)
-            block = _Block(start, tokens, hold, tape, logits, hidden)
-            self._now = now._replace(open=(*now.open, block))
+            self.open(opening, tokens, logits, tape, hidden)
             return logits
         except BaseException:
-            self._back(now, hold)
+            self.undo(opening)
             raise
+
+    def opening(self) -> Opening:
+        """Ready for a model call: nothing beyond the position is known any more."""
+        self._forget_redo()
+        now = self._now
+        start = now.pos
+        for below in now.open:
+            start += len(below.feed)
+        return Opening(now, now.layers.hold(), start)
+
+    def open(
+        self,
+        opening: Opening,
+        feed: list[int] | mx.array,
+        logits: mx.array,
+        tape: Tape | None,
+        hidden: list[mx.array],
+    ) -> None:
+        """A model call was made on `feed`: its block is open."""
+        block = _Block(opening.start, feed, opening.hold, tape, logits, hidden)
+        self._now = opening.moment._replace(open=(*opening.moment.open, block))
+
+    def undo(self, opening: Opening) -> None:
+        """All stands as it did before the model call."""
+        self._back(opening.moment, opening.hold)
 
     def _forget_redo(self) -> None:
         """The next write overwrites what lies beyond pos. Interrupted before the swap, this is done
@@ -233,16 +262,22 @@ class Timeline:
         self, tokens: list[int] | mx.array, record: bool, inner_every: int = 0
     ) -> tuple[mx.array, Tape | None, list[mx.array]]:
         """One model call: its logits rows, its tape, and what the taps noted."""
-        layers = self._now.layers
-        self.counters.forwards += 1
-        self.counters.fed_tokens += len(tokens)
-        layers.before_write()
+        layers = self.before_call(len(tokens))
         if not (record and self.recorder is not None and layers.recurrent):
             logits, hidden = self._run(tokens, layers)
             return logits, None, hidden
         with self.recorder.recording(layers.recurrent_caches, inner_every) as tape:
             logits, hidden = self._run(tokens, layers)
         return logits, tape, hidden
+
+    def before_call(self, rows: int, writers: Sequence[Layers] = ()) -> Layers:
+        """The layers, ready to be written to by a call of so many rows; writers: those of other
+        timelines that the same call writes to."""
+        layers = self._now.layers
+        self.counters.forwards += 1
+        self.counters.fed_tokens += rows
+        layers.before_write(writers)
+        return layers
 
     def _run(self, tokens: list[int] | mx.array, layers: Layers) -> tuple[mx.array, list[mx.array]]:
         ids = mx.array(tokens, mx.int32)[None]
@@ -257,14 +292,18 @@ class Timeline:
 
         wait False only starts the work.
         """
-        now = self._now
-        block = now.open[-1]
         run = mx.eval if wait else mx.async_eval
         try:
-            run(*arrays, block.logits, block.hidden, now.layers.live())
+            run(*arrays, self.pending())
         except BaseException:
             self.abort()
             raise
+
+    def pending(self) -> Any:
+        """A tree of all that the newest open block computes, for `mx.eval`."""
+        now = self._now
+        block = now.open[-1]
+        return block.logits, block.hidden, now.layers.live()
 
     def abort(self) -> None:
         """Undo all open blocks."""

@@ -72,9 +72,22 @@ class Recorder:
         tape = Tape()
         with frames.Recording(caches, inner_every) as found:
             yield tape
+        self._fill(tape, found)
+
+    @contextmanager
+    def recording_lanes(self, lanes: Sequence[list[ArraysCache]]) -> Iterator[list[Tape]]:
+        """The same for a call on several lanes: a tape for the caches of each."""
+        tapes = [Tape() for _ in lanes]
+        with frames.Recording([c for caches in lanes for c in caches], 0) as found:
+            yield tapes
+        size = len(lanes[0])
+        for i, tape in enumerate(tapes):
+            self._fill(tape, found[i * size : (i + 1) * size])
+
+    def _fill(self, tape: Tape, found: list[frames.Frame]) -> None:
         tape.fill([f.tracks for f in found])
         if not self.row_bytes:
-            slots: list[mx.array | None] = [x for c in caches for x in c.cache]
+            slots: list[mx.array | None] = [x for f in found for x in f.cache.cache]
             states = [x for x in slots if x is not None]
             self.row_bytes, self.has_inner_states = tape.row_bytes, tape.has_inner_states
             self.row_arrays, self.state_arrays = len(tape.arrays()), len(states)

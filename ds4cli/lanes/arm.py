@@ -1,0 +1,238 @@
+"""Lanes: finds where to cut a model's call into lanes, proves it, and runs such calls.
+
+Attention modules of the plain kind run once on all rows, recurrent ones as a batch, all others that
+are handed a cache lane by lane. Which module is of which kind shows when it is called with
+stand-ins: where that fails, the module runs lane by lane, or the one around it does, until a call
+on several lanes can be built, or nothing is left to try. Then each lane's numbers are compared with
+those of a call alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from inspect import isfunction, signature
+from itertools import chain
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ds4cli.arrays import number
+from ds4cli.errors import ModelError
+from ds4cli.hooks.rebind import Swaps, names_used
+from ds4cli.lanes import attention
+from ds4cli.lanes.call import Call, LaneCache, call_of
+from ds4cli.lanes.mixers import SHARED, by_lane, sharing
+from ds4cli.lanes.stacked import stacked
+
+# How a module runs on several lanes. "stacked" is by lane where its cache is no recurrent one.
+JOINED, STACKED, BY_LANE = "joined", "stacked", "by lane"
+WORSE = {JOINED: STACKED, STACKED: BY_LANE}
+# Rows that lanes are tried with, after lanes of START_ROWS: ragged, all of one, equally many.
+TRIALS = ((3, 1, 2), (1, 1, 1), (2, 2, 2), (1, 4, 1))
+START_ROWS = (5, 9, 3)
+# Largest accepted difference of a logits row, relative to its largest entry.
+_TOLERANCE = 1e-4
+_TOLERANCE_HALF = 5e-2
+
+
+class Lanes:
+    """A model whose calls may carry several lanes. Make one with `arm`."""
+
+    def __init__(self, model: Any, swaps: Swaps):
+        self.model = model
+        self._swaps = swaps
+
+    @classmethod
+    def arm(cls, model: Any, new_caches: Callable[[], list[Any]]) -> Lanes:
+        """Put the model's modules that use a cache into subclasses that know lanes.
+
+        new_caches: makes what one lane passes as `cache`. ModelError, with the model untouched and
+        the reason in words, where it cannot be run so. Arm it after all that changes the model's
+        modules, the recorder too, and disarm it first.
+        """
+        return _Arming(model, new_caches).lanes()
+
+    def disarm(self) -> None:
+        """Give every instance its own class back."""
+        self._swaps.undo()
+
+    def call(self, feeds: Sequence[Sequence[int] | mx.array], caches: Sequence[list]) -> mx.array:
+        """One model call. feeds: a lane's tokens, int32 arrays (n,) where not known yet; caches: a
+        lane's caches. Returns the logits of all rows (N, V), those of the first lane first."""
+        return run(self.model, feeds, caches)[0]
+
+
+def run(
+    model: Any, feeds: Sequence[Sequence[int] | mx.array], caches: Sequence[list]
+) -> tuple[mx.array, Call]:
+    call = Call([len(feed) for feed in feeds])
+    stand_ins = [LaneCache(own, call, (i,)) for i, own in enumerate(zip(*caches, strict=True))]
+    return model(ids(feeds)[None], cache=stand_ins)[0], call
+
+
+def ids(feeds: Sequence[Sequence[int] | mx.array]) -> mx.array:
+    """The tokens of all lanes (N,) int32."""
+    if not any(isinstance(feed, mx.array) for feed in feeds):
+        return mx.array([*chain(*feeds)], mx.int32)
+    known = (feed if isinstance(feed, mx.array) else mx.array([*feed]) for feed in feeds)
+    return mx.concatenate([feed.astype(mx.int32) for feed in known])
+
+
+class _Arming:
+    """The search for the way in which each class of modules runs on lanes."""
+
+    def __init__(self, model: Any, new_caches: Callable[[], list[Any]]):
+        self._model = model
+        self._new_caches = new_caches
+        self._own = {id(m): type(m) for m in model.modules()}  # classes before arming
+        self._mixers = {id(m) for m in model.modules() if _is_mixer(m)}
+        self._ways = {type(m): _first_way(type(m)) for m in model.modules() if _is_mixer(m)}
+        self._swaps = Swaps()
+
+    def lanes(self) -> Lanes:
+        try:
+            self._probe()
+            reason = self._difference()
+            if reason and set(self._ways.values()) != {BY_LANE}:
+                self._ways = dict.fromkeys(self._ways, BY_LANE)
+                self._probe()
+                reason = self._difference()
+            if reason:
+                raise ModelError(reason)
+        except BaseException:
+            self._swaps.undo()
+            raise
+        return Lanes(self._model, self._swaps)
+
+    def _probe(self) -> None:
+        """Arm the model so that calls can be built; nothing is evaluated."""
+        while True:
+            self._swaps.undo()
+            self._swaps = self._armed()
+            caches = [self._new_caches() for _ in START_ROWS]
+            for own, n in zip(caches, START_ROWS, strict=True):
+                self._model(mx.zeros((1, n), mx.int32), cache=own)
+            try:
+                for sizes in TRIALS:
+                    run(self._model, [[1] * n for n in sizes], caches)
+                return
+            except Exception as error:
+                if not self._grow(error):
+                    raise ModelError(_reason(self._model, error)) from error
+
+    def _armed(self) -> Swaps:
+        """The model with its mixers in the ways wanted, but for those inside one that runs apart
+        from other lanes."""
+        swaps, ways = Swaps(), self._ways
+        modules = [m for m in self._model.modules() if id(m) in self._mixers]
+        separate = [m for m in modules if ways[type(m)] != JOINED]
+        inside = {id(part) for m in separate for part in m.modules() if part is not m}
+        done: set[int] = set()
+        for module in modules:
+            for part, cls in () if id(module) in inside else _parts(module, ways[type(module)]):
+                if id(part) not in done:
+                    swaps.swap(part, cls)
+                    done.add(id(part))
+        return swaps
+
+    def _grow(self, error: Exception) -> bool:
+        """Run lane by lane what failed, or what is around it; False where nothing is left."""
+        modules = list(_modules_of(error))[::-1]
+        for module in modules:
+            way = self._ways.get(self._own[id(module)])
+            if id(module) in self._mixers and way in WORSE:
+                self._ways[self._own[id(module)]] = WORSE[way]
+                return True
+        for module in modules:
+            own = self._own[id(module)]
+            if id(module) not in self._mixers:
+                self._mixers |= {i for i, cls in self._own.items() if cls is own}
+                self._ways[own] = STACKED
+                return True
+        return False
+
+    def _difference(self) -> str:
+        """Where lanes differ from calls alone by more than rounding, in words; empty if nowhere."""
+        together = [self._new_caches() for _ in START_ROWS]
+        alone = [self._new_caches() for _ in START_ROWS]
+        for own, other, n in zip(together, alone, START_ROWS, strict=True):
+            for caches in (own, other):
+                self._model(mx.arange(1, n + 1)[None], cache=caches)
+        for trial, sizes in enumerate(TRIALS):
+            feeds = [[1 + trial + lane + i for i in range(n)] for lane, n in enumerate(sizes)]
+            rows, call = run(self._model, feeds, together)
+            for (a, b), feed, caches in zip(call.spans, feeds, alone, strict=True):
+                expected = self._model(mx.array(feed, mx.int32)[None], cache=caches)[0]
+                far = _difference(rows[a:b], expected)
+                if far > 1:
+                    return f"its lanes differ from calls alone by {far:.2g} times what is allowed"
+        return ""
+
+
+def _difference(rows: mx.array, expected: mx.array) -> float:
+    """In units of what is allowed."""
+    allowed = _TOLERANCE if expected.dtype == mx.float32 else _TOLERANCE_HALF
+    a, b = rows.astype(mx.float32), expected.astype(mx.float32)
+    error = mx.max(mx.abs(a - b)) / mx.maximum(mx.max(mx.abs(b)), 1e-6)
+    return number(error) / allowed if mx.isfinite(error).item() else float("inf")
+
+
+def _parts(module: nn.Module, way: str) -> Iterator[tuple[nn.Module, type]]:
+    """The module and what inside it takes part, each with the class that knows lanes."""
+    cls = _class(module)
+    if way == JOINED:
+        yield module, attention.joined(cls)
+        for part in attention.rotations(module):
+            yield part, attention.at_positions(_class(part))
+        return
+    yield module, stacked(cls) if way == STACKED else by_lane(cls)
+    for part in module.modules():
+        if part is not module and type(part) in SHARED:
+            yield part, sharing(_class(part))
+
+
+def _is_mixer(module: nn.Module) -> bool:
+    """Whether it is handed a cache and nothing inside it is."""
+    takers = [part for part in module.modules() if _takes_cache(_class(part))]
+    return len(takers) == 1 and takers[0] is module
+
+
+def _class(module: nn.Module) -> type:
+    return type(module)
+
+
+@cache
+def _takes_cache(cls: type) -> bool:
+    """Whether calls of it are given a cache; what records them takes any arguments."""
+    own = (vars(base).get("__call__") for base in cls.__mro__)
+    return any("cache" in signature(call).parameters for call in own if isfunction(call))
+
+
+def _first_way(cls: type) -> str:
+    if attention.is_plain(cls):
+        return JOINED
+    return BY_LANE if "update_and_fetch" in names_used(cls) else STACKED
+
+
+def _modules_of(error: Exception) -> Iterator[nn.Module]:
+    """The modules in whose calls it was raised and that were handed stand-ins of one layer,
+    outermost first."""
+    trace = error.__traceback__
+    while trace is not None:
+        values = list(chain.from_iterable(map(_arguments, trace.tb_frame.f_locals.values())))
+        module = trace.tb_frame.f_locals.get("self")
+        is_stack = any(isinstance(v, list) and call_of(v) is not None for v in values)
+        if isinstance(module, nn.Module) and call_of(values) is not None and not is_stack:
+            yield module
+        trace = trace.tb_next
+
+
+def _arguments(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else [value]
+
+
+def _reason(model: Any, error: Exception) -> str:
+    words = str(error).strip().splitlines() or [type(error).__name__]
+    return f"`{type(model).__module__}` cannot run several texts in one call: {words[0]}"

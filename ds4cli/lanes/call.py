@@ -1,0 +1,172 @@
+"""One model call on several lanes: the rows of all of them, one after the other, as (1, N).
+
+Weights see all rows at once. Above the modules that use a cache, the model is given stand-ins: a
+`LaneCache` for each cache, and for what it answers (a mask, an offset, keys) a `LaneValue`, one
+value a lane. They can be handed on and nothing else: any other use is an error, which `arm` finds
+before the first real call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import base
+from mlx_lm.models.cache import ArraysCache, CacheList
+
+
+class LaneError(TypeError):
+    """The model does with a stand-in what has no one answer for all lanes."""
+
+
+class Call:
+    """The rows of one call, and what its stand-ins share.
+
+    sizes: rows a lane. spans: (first, end) a lane, among the rows of all. joined: what kind of
+    cache took the rows of all lanes at once, by the place of the cache.
+    """
+
+    def __init__(self, sizes: Sequence[int]):
+        self.sizes = tuple(sizes)
+        self.rows = sum(sizes)
+        self.spans = list(pairwise(accumulate(sizes, initial=0)))
+        self.joined: dict[tuple[int, ...], type] = {}
+        self._offsets: dict[tuple[int, ...], LaneOffset] = {}
+
+    @cached_property
+    def by_size(self) -> dict[int, list[int]]:
+        """The lanes with equally many rows."""
+        found: dict[int, list[int]] = {}
+        for lane, size in enumerate(self.sizes):
+            found.setdefault(size, []).append(lane)
+        return found
+
+    def has_all_rows(self, x: Any) -> bool:
+        """Whether `x` has the rows of all lanes on axis 1: hidden states, or token ids."""
+        if not isinstance(x, mx.array) or x.ndim < 2 or x.shape[:2] != (1, self.rows):
+            return False
+        return x.ndim > 2 or not mx.issubdtype(x.dtype, mx.floating)
+
+    def offset(self, starts: Iterable[int]) -> LaneOffset:
+        """One stand-in for all layers that stand at the same positions."""
+        key = tuple(starts)
+        if key not in self._offsets:
+            self._offsets[key] = LaneOffset(key, self)
+        return self._offsets[key]
+
+
+class LaneValue:
+    """One value a lane."""
+
+    lanes: Sequence[Any]
+
+    def __init__(self, lanes: Iterable[Any], call: Call):
+        self.lanes = list(lanes)
+        self.call = call
+
+    def __bool__(self) -> bool:
+        raise LaneError("a value of several lanes was asked whether it is true")
+
+
+class LaneOffset(LaneValue):
+    """Positions of the lanes' first rows."""
+
+    @cached_property
+    def positions(self) -> mx.array:
+        """The position of every row (N,)."""
+        pairs = zip(self.lanes, self.call.sizes, strict=True)
+        return mx.array([start + i for start, n in pairs for i in range(n)], mx.int32)
+
+
+class LaneRows(LaneValue):
+    """Keys or values (1, heads, rows, dim) a lane, on their way from a cache to attention."""
+
+
+class LaneMask(LaneValue):
+    """Attention masks, made when they are looked at: the layers of a call share one stand-in."""
+
+    def __init__(self, caches: Sequence[Any], call: Call, options: dict[str, Any]):
+        self.call = call
+        self._caches, self._options = caches, options
+
+    @cached_property
+    def lanes(self) -> list[Any]:  # type: ignore[override]  # made late
+        pairs = zip(self._caches, self.call.sizes, strict=True)
+        return [_mask(cache, n, self._options) for cache, n in pairs]
+
+
+class _Hidden:
+    """All that mlx-lm's masks ask of hidden states."""
+
+    def __init__(self, rows: int):
+        self.shape = (1, rows)
+
+
+def _mask(cache: Any, rows: int, options: dict[str, Any]) -> Any:
+    if isinstance(cache, ArraysCache):
+        return cache.make_mask(rows)
+    return base.create_attention_mask(_Hidden(rows), cache, **options)
+
+
+class LaneCache:
+    """Stands for one layer's cache: `lanes` has the caches, one a lane.
+
+    place: which of the model's caches it is; one number more for each `CacheList` it is in.
+    """
+
+    def __init__(self, lanes: Sequence[Any], call: Call, place: tuple[int, ...]):
+        self.lanes = lanes
+        self.call = call
+        self.place = place
+
+    def __getitem__(self, index: int) -> LaneCache:
+        if not isinstance(self.lanes[0], CacheList):
+            raise LaneError(f"a slot of `{type(self.lanes[0]).__name__}` is used outside a mixer")
+        inner = [cache[index] for cache in self.lanes]
+        return LaneCache(inner, self.call, (*self.place, index))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(self.lanes[0], name):
+            raise AttributeError(name)
+        raise LaneError(f"`{type(self.lanes[0]).__name__}.{name}` is used outside a mixer")
+
+    @property
+    def offset(self) -> LaneOffset:
+        return self.call.offset(cache.offset for cache in self.lanes)
+
+    def make_mask(self, N: int, *args: Any, **options: Any) -> LaneMask | None:
+        if self.call.rows != N or args:
+            raise LaneError(f"a mask of {N} rows in a call of {self.call.rows}")
+        mask = LaneMask(self.lanes, self.call, options)
+        if isinstance(self.lanes[0], ArraysCache) and all(m is None for m in mask.lanes):
+            return None
+        return mask
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[LaneRows, LaneRows]:
+        """Rows (1, heads, N, dim) of all lanes, each to its own cache."""
+        call = self.call
+        call.joined[self.place] = type(self.lanes[0])
+        pairs = zip(self.lanes, call.spans, strict=True)
+        found = [c.update_and_fetch(keys[:, :, a:b], values[:, :, a:b]) for c, (a, b) in pairs]
+        return LaneRows([k for k, _ in found], call), LaneRows([v for _, v in found], call)
+
+    def keys_and_values(self) -> tuple[LaneRows, LaneRows]:
+        found = [cache.keys_and_values() for cache in self.lanes]
+        return LaneRows([k for k, _ in found], self.call), LaneRows(
+            [v for _, v in found], self.call
+        )
+
+
+def call_of(args: Iterable[Any]) -> Call | None:
+    """The call that the stand-ins among `args` belong to; None without any."""
+    for arg in args:
+        if isinstance(arg, (LaneCache, LaneValue)):
+            return arg.call
+        if isinstance(arg, (tuple, list)):
+            call = call_of(arg)
+            if call is not None:
+                return call
+    return None

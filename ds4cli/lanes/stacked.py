@@ -1,0 +1,127 @@
+"""Recurrent modules, run once on all lanes that have equally many rows: as a batch (lanes, L, D).
+
+Their caches are lists of states, so the states are stacked, and taken apart again afterwards; a
+tape that was recorded on the stacked states is handed to each lane's own frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
+
+from ds4cli.hooks.rebind import derived
+from ds4cli.lanes.call import LaneCache, LaneError, LaneValue
+from ds4cli.lanes.mixers import by_lane, here
+from ds4cli.tape import frames
+from ds4cli.tape.tracks import Track
+
+
+@cache
+def stacked(cls: type) -> type:
+    """A subclass of a recurrent module, for calls on stand-ins."""
+    alone, one_by_one = cls.__call__, by_lane(cls).__call__
+
+    def __call__(self, *args, **kwargs):
+        states = None if here.sharing is not None else _recurrent((*args, *kwargs.values()))
+        if states is None:
+            return one_by_one(self, *args, **kwargs)
+        outputs: list[Any] = [None] * len(states.lanes)
+        for lanes in states.call.by_size.values():
+            group = Group(states, lanes)
+            own = [group.pick(arg) for arg in args]
+            named = {name: group.pick(arg) for name, arg in kwargs.items()}
+            for lane, output in zip(lanes, group.run(alone, self, own, named), strict=True):
+                outputs[lane] = output
+        return _joined(outputs)
+
+    return derived(cls, __call__)
+
+
+def _recurrent(args: Sequence[Any]) -> LaneCache | None:
+    """The stand-in for recurrent caches among the arguments, if every state is known."""
+    found = [arg for arg in args if isinstance(arg, LaneCache)]
+    if len(found) != 1 or type(found[0].lanes[0]) is not ArraysCache:
+        return None
+    known = all(slot is not None for c in found[0].lanes for slot in c.cache)
+    return found[0] if known else None
+
+
+class Group:
+    """Lanes with equally many rows, as a batch."""
+
+    def __init__(self, states: LaneCache, lanes: list[int]):
+        call = states.call
+        self._states, self._lanes = states, lanes
+        self._rows = call.sizes[lanes[0]]
+        self._all = len(lanes) == len(call.sizes)
+        self._caches = [states.lanes[lane] for lane in lanes]
+        self._stack: Any = self._caches[0]
+        if len(lanes) > 1:
+            self._stack = ArraysCache(len(self._caches[0].cache))
+            slots = zip(*(c.cache for c in self._caches), strict=True)
+            self._stack.cache = [mx.concatenate([*slot]) for slot in slots]
+
+    def pick(self, arg: Any) -> Any:
+        """What the batch gets for an argument."""
+        call = self._states.call
+        if arg is self._states:
+            return self._stack
+        if isinstance(arg, LaneCache):
+            raise LaneError("a second cache beside that of a recurrence")
+        if isinstance(arg, LaneValue):
+            values = [arg.lanes[lane] for lane in self._lanes]
+            if all(value is None for value in values):
+                return None
+            return mx.concatenate(values)
+        if not call.has_all_rows(arg):
+            return arg
+        if not self._all:
+            spans = [call.spans[lane] for lane in self._lanes]
+            arg = mx.concatenate([arg[:, a:b] for a, b in spans], axis=1)
+        return arg.reshape(len(self._lanes), self._rows, *arg.shape[2:])
+
+    def run(self, alone: Callable, module: Any, args: list, named: dict) -> list[Any]:
+        """The module's output (1, L, ...) for each lane; the lanes' states move on."""
+        if len(self._lanes) == 1:
+            return [alone(module, *args, **named)]
+        if not frames.recording():
+            output = alone(module, *args, **named)
+        else:
+            with frames.Recording([self._stack], 0) as (frame,):
+                output = alone(module, *args, **named)
+            self._hand_out(frame)
+        slots = [mx.split(slot, len(self._lanes)) for slot in self._stack.cache]
+        for cache_, states in zip(self._caches, zip(*slots, strict=True), strict=True):
+            cache_.cache = [*states]
+        return self._apart(output)
+
+    def _hand_out(self, frame: frames.Frame) -> None:
+        for i, cache_ in enumerate(self._caches):
+            own = frames.here.frames.get(cache_)
+            if own is not None:
+                for slot, tracks in enumerate(frame.tracks):
+                    own.tracks[slot] += tuple(_of_lane(track, i) for track in tracks)
+
+    def _apart(self, output: Any) -> list[Any]:
+        parts = output if isinstance(output, tuple) else (output,)
+        shape = len(self._lanes), self._rows
+        if any(not isinstance(x, mx.array) or x.shape[:2] != shape for x in parts):
+            raise LaneError("a recurrence returned something else than rows")
+        columns = zip(*(mx.split(x, len(self._lanes)) for x in parts), strict=True)
+        return [lane if isinstance(output, tuple) else lane[0] for lane in columns]
+
+
+def _of_lane(track: Track, lane: int) -> Track:
+    """What the batch recorded of one lane (views)."""
+    return replace(track, data=tuple(x[lane : lane + 1] for x in track.data))
+
+
+def _joined(outputs: list[Any]) -> Any:
+    if isinstance(outputs[0], tuple):
+        return tuple(mx.concatenate([*x], axis=1) for x in zip(*outputs, strict=True))
+    return mx.concatenate(outputs, axis=1)

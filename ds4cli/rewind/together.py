@@ -1,0 +1,82 @@
+"""One model call for several timelines of one model: a block is opened on each, or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import accumulate
+
+import mlx.core as mx
+
+from ds4cli.lanes import Lanes
+from ds4cli.rewind.layers import Layers
+from ds4cli.rewind.timeline import Opening, Timeline
+from ds4cli.tape import Tape
+
+Feed = list[int] | mx.array
+
+
+def feed_together(
+    timelines: Sequence[Timeline], feeds: Sequence[Feed], lanes: Lanes, *, record: bool = True
+) -> list[mx.array]:
+    """Open a block on every timeline with one model call. Returns each one's logits rows (n, V).
+
+    As `Timeline.feed` for each of them: nothing is published before its `commit`, and a second
+    block may be opened on top, on tokens (1,) that are not known yet. If the call fails in the part
+    of one, every timeline is where it was.
+    """
+    openings: list[Opening] = []
+    try:
+        for timeline in timelines:
+            openings.append(timeline.opening())
+        logits, tapes, hidden = _call(timelines, feeds, lanes, record)
+        for i, (timeline, opening) in enumerate(zip(timelines, openings, strict=True)):
+            timeline.open(opening, feeds[i], logits[i], tapes[i], hidden[i])
+        return logits
+    except BaseException:
+        for timeline, opening in zip(timelines, openings, strict=False):
+            timeline.undo(opening)
+        raise
+
+
+def _call(
+    timelines: Sequence[Timeline], feeds: Sequence[Feed], lanes: Lanes, record: bool
+) -> tuple[list[mx.array], list[Tape | None], list[list[mx.array]]]:
+    """The model call: logits rows, tape, and what the taps noted, for each timeline."""
+    first, sizes = timelines[0], [len(feed) for feed in feeds]
+    layers: list[Layers] = []
+    for timeline, rows in zip(timelines, sizes, strict=True):
+        layers.append(timeline.before_call(rows, layers))
+    tapes: list[Tape | None] = [None] * len(timelines)
+    noted: list[mx.array] = []
+    with ExitStack() as around:
+        if first.taps is not None:
+            noted = around.enter_context(first.taps.noting())
+        if record and first.recorder is not None and layers[0].recurrent:
+            recording = first.recorder.recording_lanes([own.recurrent_caches for own in layers])
+            tapes = [*around.enter_context(recording)]
+        logits = lanes.call(feeds, [own.caches for own in layers])
+    tapes = [tape if t.recording else None for t, tape in zip(timelines, tapes, strict=True)]
+    hidden = [_apart(x, sizes) for x in noted]
+    return _apart(logits, sizes), tapes, [[x[i] for x in hidden] for i in range(len(sizes))]
+
+
+def _apart(rows: mx.array, sizes: Sequence[int]) -> list[mx.array]:
+    """The rows (n, ...) of each lane, of the rows (N, ...) of all."""
+    ends = list(accumulate(sizes))
+    return [rows[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+def evaluate_together(timelines: Sequence[Timeline], *arrays: mx.array, wait: bool = True) -> None:
+    """Evaluate the newest open block of every timeline with `arrays` in one go; on failure all open
+    blocks of all of them are undone.
+
+    wait False only starts the work.
+    """
+    run = mx.eval if wait else mx.async_eval
+    try:
+        run(*arrays, [t.pending() for t in timelines])
+    except BaseException:
+        for timeline in timelines:
+            timeline.abort()
+        raise

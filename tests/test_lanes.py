@@ -1,0 +1,221 @@
+"""Several timelines in one model call: each must be what it is alone, token for token."""
+
+from functools import lru_cache
+
+import mlx.core as mx
+import pytest
+from oracle import TOLERANCE, error, failing_layer, prompt
+from tiny import CFG, build
+
+from ds4cli.caches import adapt, build_caches
+from ds4cli.errors import ModelError
+from ds4cli.lanes import Lanes
+from ds4cli.rewind.timeline import Limits, Timeline
+from ds4cli.rewind.together import evaluate_together, feed_together
+from ds4cli.tape import Recorder
+
+REFUSED = ("llama4", "deepseek_v41")
+FAMILIES = [name for name in CFG if ":" not in name and name not in REFUSED]
+PROMPTS = (21, 9, 14)
+# Per step and lane: the guesses fed beside the next token, and how many of them are kept.
+STEPS = [((0, 0),) * 3, ((2, 1), (0, 0), (3, 0)), ((1, 1),) * 3, ((0, 0), (0, 0), (2, 2))]
+# Sums over a call of several rows, where mlx-lm differs from itself by more.
+LOOSE = {"mamba2": 5, "deepseek_v32": 5}
+
+
+@lru_cache
+def armed(name):
+    model = build(name, scale=2.0)
+    recurrent = any(not a.seekable for a in adapt(build_caches(model, 0)))
+    return model, Recorder.arm(model) if recurrent else None
+
+
+def timeline(name, n, horizon=64, kv_bits=None):
+    """One that has read a prompt of n tokens."""
+    model, recorder = armed(name)
+    made = Timeline(model, recorder, Limits(horizon, 64 << 20, 512), kv_bits=kv_bits)
+    made.sync(prompt(n, seed=n))
+    return made
+
+
+def new_caches(name, kv_bits=None):
+    model, _ = armed(name)
+    return lambda: build_caches(model, 80, kv_bits)
+
+
+class Together:
+    """Lanes of one model, beside a twin of each that runs alone."""
+
+    def __init__(self, name, lanes, prompts=PROMPTS, **options):
+        self.name, self.lanes = name, lanes
+        self.timelines = [timeline(name, n, **options) for n in prompts]
+        self.alone = [timeline(name, n, **options) for n in prompts]
+
+    def step(self, blocks, which=None):
+        """One call: a lane's next token and (guesses, kept) beside it. Compares what is left."""
+        which = range(len(self.alone)) if which is None else which
+        feeds = [self.feed(i, guesses) for i, (guesses, _) in zip(which, blocks, strict=True)]
+        own = [self.timelines[i] for i in which]
+        rows = feed_together(own, feeds, self.lanes)
+        evaluate_together(own, *rows)
+        for i, x, feed, (_, kept) in zip(which, rows, feeds, blocks, strict=True):
+            expected = self.alone[i].feed(feed)
+            self.alone[i].evaluate()
+            assert x.shape == expected.shape
+            assert mx.array_equal(x.argmax(-1), expected.argmax(-1))
+            self.timelines[i].commit(1 + kept)
+            self.alone[i].commit(1 + kept)
+        self.check()
+
+    def feed(self, i, guesses):
+        alone, own = self.alone[i].logits, self.timelines[i].logits
+        assert alone.argmax().item() == own.argmax().item()
+        return [own.argmax().item(), *prompt(guesses, seed=self.alone[i].pos + i)]
+
+    def check(self):
+        allowed = TOLERANCE * LOOSE.get(self.name, 1)
+        for own, alone in zip(self.timelines, self.alone, strict=True):
+            assert own.tokens == alone.tokens
+            assert all(a.pos() in (None, own.pos) for a in own.adapters)
+            assert error(own.logits, alone.logits) < allowed
+
+    def rewind(self, i, pos):
+        """Without a model call, to where the lane stood alone."""
+        report = self.timelines[i].rewind(pos)
+        assert (report.forwards, self.alone[i].rewind(pos).forwards) == (0, 0)
+        self.check()
+
+
+@pytest.fixture
+def arm(request):
+    """Arms a tiny model for lanes; disarmed when the test is over."""
+
+    def make(name, kv_bits=None):
+        lanes = Lanes.arm(armed(name)[0], new_caches(name, kv_bits))
+        request.addfinalizer(lanes.disarm)
+        return lanes
+
+    return make
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_lanes_are_what_they_are_alone(name, arm):
+    """A neighbour's rows, mask, offset or state in a lane's: wrong text without a word. The tape of
+    a joint call must replay as well as one of a call alone, whatever the neighbours fed."""
+    both = Together(name, arm(name))
+    for blocks in STEPS:
+        both.step(blocks)
+    for i, own in enumerate(both.timelines):
+        both.rewind(i, own.pos - 2 - i)
+    both.step(STEPS[1])
+    both.step(STEPS[0])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(name):
+    """It must not run, and be left as it was."""
+    model, _ = armed(name)
+    classes = [type(m) for m in model.modules()]
+    with pytest.raises(ModelError, match="cannot run several texts in one call: "):
+        Lanes.arm(model, new_caches(name))
+    assert [type(m) for m in model.modules()] == classes
+
+
+def test_disarming_gives_every_module_its_class_back():
+    """A plain session would go on paying for lanes that are over."""
+    model, _ = armed("qwen3_next")
+    classes = [type(m) for m in model.modules()]
+    lanes = Lanes.arm(model, new_caches("qwen3_next"))
+    assert [type(m) for m in model.modules()] != classes
+    lanes.disarm()
+    assert [type(m) for m in model.modules()] == classes
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text", "falcon_h1"])
+def test_a_failure_in_the_call_leaves_every_lane_where_it_was(name, arm):
+    """Half of the lanes one token ahead of the others, or of their own layers."""
+    both = Together(name, arm(name))
+    both.step(STEPS[0])
+    for index in range(len(both.alone[0].model.layers)):
+        with failing_layer(both.alone[0].model, index), pytest.raises(KeyboardInterrupt):
+            feed_together(both.timelines, [[5, 6], [7], [8]], both.lanes)
+        both.check()
+        assert not any(t.open_blocks for t in both.timelines)
+    both.step(STEPS[1])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_lanes_join_end_and_go_on_alone(name, arm):
+    """A lane that was alone, or is again, has other caches than one that never left."""
+    both = Together(name, arm(name))
+    both.step(((0, 0), (1, 1)), which=[0, 2])
+    both.step(STEPS[1])
+    both.step(((2, 1),), which=[1])
+    both.rewind(2, both.timelines[2].pos - 1)
+    both.step(((0, 0), (0, 0)), which=[2, 1])
+    both.step(STEPS[3])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
+def test_calls_run_one_ahead(name, arm):
+    """The next call is built on tokens that are not known yet; it must see each lane's own."""
+    both = Together(name, arm(name))
+    picks = [both.feed(i, 0) for i in range(3)]
+    texts = [[] for _ in picks]
+    ahead = [mx.array(p, mx.int32) for p in picks]
+    for step in range(5):
+        rows = feed_together(both.timelines, ahead, both.lanes)
+        ahead = [r.argmax(-1).astype(mx.int32) for r in rows]
+        evaluate_together(both.timelines, *ahead, wait=False)
+        for text, t in zip(texts, both.timelines, strict=True) if step else ():
+            text += t.commit(1)
+    for text, t in zip(texts, both.timelines, strict=True):
+        text += t.commit(1)
+    for alone, text in zip(both.alone, texts, strict=True):
+        for token in text:
+            assert alone.logits.argmax().item() == token
+            alone.feed([token])
+            alone.evaluate()
+            alone.commit(1)
+    both.check()
+
+
+@pytest.mark.parametrize("name", ["llama:64", "qwen3_next:128"])
+def test_quantised_keys_and_values(name, arm):
+    """Rows are packed by the cache of their lane."""
+    both = Together(name, arm(name, kv_bits=8), kv_bits=8)
+    for blocks in STEPS:
+        both.step(blocks)
+    both.rewind(0, both.timelines[0].pos - 2)
+    both.step(STEPS[1])
+
+
+def test_a_lane_that_is_not_a_number_spoils_no_other(arm):
+    """Keys of a broken lane, masked or not, must not reach its neighbours."""
+    both = Together("llama", arm("llama"))
+    broken = both.timelines[1]
+    for adapter in broken.adapters:
+        adapter.cache.values[..., :3, :] = mx.nan
+    for _ in range(2):
+        feeds = [both.feed(0, 1), [1] * 3, both.feed(2, 0)]
+        rows = feed_together(both.timelines, feeds, both.lanes)
+        evaluate_together(both.timelines, *rows)
+        assert mx.isnan(rows[1]).all().item()
+        for i in (0, 2):
+            expected = both.alone[i].feed(feeds[i])
+            both.alone[i].evaluate()
+            assert error(rows[i], expected) < TOLERANCE
+            both.alone[i].commit(1)
+            both.timelines[i].commit(1)
+        broken.abort()
+
+
+def test_a_fork_of_a_lane_is_its_own(arm):
+    """A branch shares rows with its lane until one of them writes."""
+    both = Together("llama", arm("llama"))
+    both.step(STEPS[1])
+    both.timelines.append(both.timelines[0].fork())
+    both.alone.append(both.alone[0].fork())
+    both.step((*STEPS[1], (1, 0)))
+    both.rewind(3, both.timelines[3].pos - 3)
+    both.step((*STEPS[1], (3, 3)))
