@@ -4,12 +4,13 @@ from functools import lru_cache
 
 import mlx.core as mx
 import pytest
-from oracle import TOLERANCE, error, failing_layer, prompt
+from oracle import TOLERANCE, error, failing_layer, interrupts, prompt
 from tiny import CFG, build
 
 from ds4cli.caches import adapt, build_caches
 from ds4cli.errors import ModelError
 from ds4cli.lanes import Lanes
+from ds4cli.rewind import together
 from ds4cli.rewind.timeline import Limits, Timeline
 from ds4cli.rewind.together import evaluate_together, feed_together
 from ds4cli.tape import Recorder
@@ -142,6 +143,20 @@ def test_a_failure_in_the_call_leaves_every_lane_where_it_was(name, arm):
         both.check()
         assert not any(t.open_blocks for t in both.timelines)
     both.step(STEPS[1])
+
+
+def test_an_interrupt_at_any_line_leaves_every_lane_where_it_was(arm):
+    """Ctrl-C between the openings of two blocks: one lane a token ahead of the others."""
+    both, lines = Together("qwen3_next", arm("qwen3_next"), (5, 3)), 0
+    for interrupted in interrupts(feed_together, together._call, Timeline.open):
+        with interrupted:
+            feed_together(both.timelines, [[5, 6], [7]], both.lanes)
+        lines += interrupted.struck
+        if not interrupted.struck:
+            [t.abort() for t in both.timelines]
+        assert not any(t.open_blocks for t in both.timelines)
+        both.check()
+    assert lines > 20
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])

@@ -72,7 +72,8 @@ def test_an_interrupt_at_any_line_of_a_feed_leaves_the_block_undone(name):
     t = timeline(name)
     t.sync(prompt(20))
     lines = 0
-    for interrupted in interrupts(Timeline.feed, Timeline._forget_redo):
+    places = [Timeline.feed, Timeline.opening, Timeline.open, Timeline._forget_redo]
+    for interrupted in interrupts(*places):
         twin = t.fork()
         twin.checkpoint("turn")
         twin.rewind(12)  # so that there is something ahead to forget
