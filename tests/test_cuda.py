@@ -4,6 +4,7 @@ there is one, where it is a kernel."""
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 import pytest
 import tiny
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
@@ -230,6 +231,13 @@ def taken(on, monkeypatch):
 
     for name, form in (("gated_delta", gated_delta_ops), ("ssd", plain_ssd), ("wkv7", plain_wkv7)):
         monkeypatch.setattr(kernels, name, stand_in(form))
+
+    def plain_state(pieces, state):
+        found.append(sum(piece[0].shape[1] for piece in pieces))
+        k, *rest = (mx.concatenate(column, axis=1) for column in zip(*pieces, strict=True))
+        return gated_delta_ops(k, k, *rest, state)[1]
+
+    monkeypatch.setattr(kernels, "gated_delta_state", plain_state)
     monkeypatch.setattr(rows, "_gathered", lambda pieces: mx.concatenate(pieces, axis=1))
     return found
 
@@ -381,6 +389,18 @@ def test_kernels_take_masks_new_states_and_several_sequences():
     seen = mask[..., None, None]
     close([mx.where(seen, got[0], 0), got[1]], [mx.where(seen, want[0], 0), want[1]], 5e-6)
     close(kernels.gated_delta(*args[:5]), gated_delta_ops(*args[:5]), 5e-6)
+
+
+@needs_cuda
+@pytest.mark.parametrize("calls", [(1,), (1,) * 31, (5, 1, 1, 8), (1,) * 33, (2,) * 70])
+def test_a_state_is_read_from_the_pieces_where_they_stand(calls):
+    """Guards: a piece that is left out, read twice, or taken for a row; more than one launch."""
+    for channels, dtype in ((False, mx.float32), (True, mx.float32), (False, mx.bfloat16)):
+        _, *data, state = delta_inputs(sum(calls), channels, dtype=dtype)
+        ends = np.cumsum(calls)[:-1].tolist()
+        pieces = list(zip(*(mx.split(x, ends, axis=1) for x in data), strict=True))
+        _, want = kernels.gated_delta(data[0], *data, state)
+        assert mx.array_equal(kernels.gated_delta_state(pieces, state), want)
 
 
 @needs_cuda

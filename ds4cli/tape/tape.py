@@ -68,8 +68,7 @@ class Tape:
 
     def inner_rows(self) -> list[int]:
         """Rows after which every state is on the tape, so that `replay` computes none."""
-        joined = (_joined(tracks, self.rows) for slots in self._layers for tracks in slots)
-        some = (t.inner_rows() for t in joined)
+        some = (_joined(tracks).inner_rows() for slots in self._layers for tracks in slots)
         known = [set(rows) for rows in some if rows is not None]
         return sorted(set.intersection(*known)) if known else []
 
@@ -111,9 +110,9 @@ class Tape:
         """
         assert 0 < rows <= self.rows, (rows, self.rows)
         out: Slots = [[None] * len(tracks) for tracks in self._layers]
-        joined = [[_joined(tracks, rows) for tracks in slots] for slots in self._layers]
-        for places in _groups(joined, starts):
-            tracks = [joined[i][j] for i, j in places]
+        gathered = [[_gathered(tracks, rows) for tracks in slots] for slots in self._layers]
+        for places in _groups(gathered, starts):
+            tracks = [gathered[i][j] for i, j in places]
             slots = [starts[i][j] for i, j in places]
             for (i, j), slot in zip(places, tracks[0].replay(tracks, slots, rows), strict=True):
                 out[i][j] = slot
@@ -139,9 +138,13 @@ def _needed(parts: Sequence[Sequence[Track]]) -> list[Track]:
     return tracks[0].needed(tracks)
 
 
-def _joined(tracks: Sequence[Track], rows: int) -> Track:
-    """One track that has at least the first `rows` rows."""
-    return tracks[0] if len(tracks) == 1 else tracks[0].join(_cut(tracks, 0, rows))
+def _joined(tracks: Sequence[Track]) -> Track:
+    return tracks[0] if len(tracks) == 1 else tracks[0].join(tracks)
+
+
+def _gathered(tracks: Sequence[Track], rows: int) -> Track:
+    """One track to replay the first `rows` rows of."""
+    return tracks[0] if len(tracks) == 1 else tracks[0].gather(_cut(tracks, 0, rows))
 
 
 def _cut(tracks: Sequence[Track], start: int, stop: int) -> list[Track]:

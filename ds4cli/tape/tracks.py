@@ -76,6 +76,11 @@ class Track:
         columns = zip(*(t.data for t in tracks), strict=True)
         return replace(tracks[0], data=tuple(joined(column) for column in columns))
 
+    @classmethod
+    def gather(cls, tracks: Sequence[Self]) -> Track:
+        """Consecutive tracks of one slot as one that is replayed to its last row, and no more."""
+        return cls.join(tracks)
+
     def key(self, start: mx.array | None) -> Hashable:
         """Tracks with equal keys are replayed as one batch. Default: alone."""
         return id(self)
@@ -130,7 +135,8 @@ class Tail(Track):
     grows: before `keep` rows were seen the slot is shorter, instead of filled up with zeros.
     time_axis: where the slot (not the track) has its rows.
     lead: rows of history that stand in front of ours in `data`, which the model call computes then:
-    cutting them off while recording would be an operation per layer and call.
+    cutting them off while recording would be an operation per layer and call. Below 0: so many of
+    our first rows are not in `data`.
     """
 
     keep: int
@@ -167,6 +173,14 @@ class Tail(Track):
     @classmethod
     def join(cls, tracks: Sequence[Self]) -> Self:
         return super().join(cls.needed(tracks))
+
+    @classmethod
+    def gather(cls, tracks: Sequence[Self]) -> Track:
+        """Only the last `keep` rows count: often the newest array alone has them."""
+        last, rows = tracks[-1], sum([t.rows for t in tracks])
+        if rows < last.keep or last.data[0].shape[1] < last.keep:
+            return cls.join(tracks)
+        return replace(last, lead=last.data[0].shape[1] - rows)
 
     def _rows(self, start: int, stop: int) -> mx.array:
         """Rows start .. stop; -lead .. 0 are the history."""

@@ -65,6 +65,24 @@ _DELTA = """
   }
 """
 
+# The same state, without outputs, from rows that stand in many short arrays.
+_DELTA_PIECES = """
+  for (int p = 0; p < PIECES; ++p) {
+    for (int t = 0; t < counts[p]; ++t) {
+      const long long kq = ((long long)t * G + group) * WIDTH + lane * N;
+      float kt[N], known = 0.f;
+      for (int i = 0; i < N; ++i) {
+        kt[i] = number(k[p][kq + i]);
+        s[i] *= number(g[p][CHANNELS ? ((long long)t * H + h) * WIDTH + lane * N + i : t * H + h]);
+        known += s[i] * kt[i];
+      }
+      const float vt = number(v[p][((long long)t * H + h) * D + d]);
+      const float update = (vt - total(known)) * number(beta[p][t * H + h]);
+      for (int i = 0; i < N; ++i) s[i] += kt[i] * update;
+    }
+  }
+"""
+
 # S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T,  y_t = S_t C_t + D x_t
 _SSD = """
   const float A = -expf(number(A_log[h])), through = number(skip[h]);
@@ -115,6 +133,11 @@ _BODIES = {
 }
 
 
+# Pieces of one launch of `gated_delta_state`: where there are fewer, the last is named again with
+# no rows. One number for all, so that MLX knows the CUDA graph of a replay from the one before.
+PIECES = 32
+
+
 def fits(width: int) -> bool:
     """Whether the kernels can do lines of so many elements. They win at any number of rows."""
     return width % LANES == 0 and width <= 32 * LANES
@@ -141,6 +164,64 @@ def gated_delta_stops(q, k, v, g, beta, state=None, mask=None, stop_rows=0):
         "gated_delta", inputs, sizes, v.shape, q.dtype, mx.float32, (stops, stop_rows)
     )
     return y, after, states
+
+
+def gated_delta_state(
+    pieces: Sequence[tuple[mx.array, ...]], state: mx.array | None = None
+) -> mx.array:
+    """The state after all rows of consecutive pieces, each k, v, g, beta as for `gated_delta` with
+    batch 1. Nothing is joined: a launch reads up to PIECES pieces where they stand."""
+    k, v, g, _ = pieces[0]
+    (heads, dim), (groups, width) = v.shape[2:], k.shape[2:]
+    if state is None:
+        state = mx.zeros((1, heads, dim, width), mx.float32)
+    sizes = (heads, groups, dim, width, int(g.ndim == 4))
+    for i in range(0, len(pieces), PIECES):
+        state = _state_after(pieces[i : i + PIECES], state, sizes)
+    return state
+
+
+def _state_after(
+    pieces: Sequence[tuple[mx.array, ...]], state: mx.array, sizes: tuple[int, ...]
+) -> mx.array:
+    missing = PIECES - len(pieces)
+    counts = [piece[0].shape[1] for piece in pieces] + [0] * missing
+    columns = zip(*pieces, *[pieces[-1]] * missing, strict=True)
+    lines, dtypes = state.size // sizes[3], tuple(x.dtype for x in (*pieces[0], state))
+    (after,) = mx.fast.precompiled_cuda_kernel(
+        name="gated_delta_state",
+        compiled_source=_compiled_pieces(sizes, dtypes),
+        inputs=[*(x for column in columns for x in column), state],
+        output_shapes=[state.shape],
+        output_dtypes=[mx.float32],
+        scalars=[*counts, lines],
+        grid=(-(-lines * LANES // THREADS) * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        ensure_row_contiguous=True,
+    )
+    return after
+
+
+@cache
+def _compiled_pieces(sizes: tuple[int, ...], dtypes: tuple[mx.Dtype, ...]) -> bytes:
+    """The kernel of `gated_delta_state` for these sizes and types (k, v, g, beta, state)."""
+    *types, state = (compiler.TYPES[t] for t in dtypes)
+    inputs, head = [], ""
+    for kind, name in zip(types, ("k", "v", "g", "beta"), strict=True):
+        names = [f"{name}{i}" for i in range(PIECES)]
+        inputs += [f"{kind} {n}" for n in names]
+        head += f"const {kind}* const {name}[] = {{{', '.join(names)}}};"
+    counts = [f"count{i}" for i in range(PIECES)]
+    head += f"const int counts[] = {{{', '.join(counts)}}};"
+    body = _constants((*sizes, LANES)) + f"constexpr int PIECES = {PIECES}, T = 0;"
+    body += head + _LINE + _DELTA_PIECES + _END
+    arguments = [*inputs, f"{state} state_in"], ["float state_out"], (*counts, "lines")
+    return compiler.kernel("gated_delta_state", *arguments, body)
+
+
+def _constants(sizes: tuple[int, ...]) -> str:
+    known = zip(("H", "G", "D", "WIDTH", "CHANNELS", "LANES"), sizes, strict=True)
+    return "".join(f"constexpr int {n} = {value}; " for n, value in known)
 
 
 def ssd(x, A_log, B, C, D, dt, state=None):
@@ -209,6 +290,5 @@ def _compiled(
     outputs = [f"{types[dtype]} y", *(f"{state} {n}" for n in ("state_out", *kept))]
     keep = _KEEP.format(stop_rows=stop_rows, state=state, names=", ".join(kept))
     rows = (keep if count else _KEEP_NONE) + rows
-    known = zip(("H", "G", "D", "WIDTH", "CHANNELS", "LANES"), (*sizes, LANES), strict=True)
-    constants = "".join(f"constexpr int {n} = {value}; " for n, value in known)
-    return compiler.kernel(name, inputs, outputs, ("T", "lines"), constants + _LINE + rows + _END)
+    body = _constants((*sizes, LANES)) + _LINE + rows + _END
+    return compiler.kernel(name, inputs, outputs, ("T", "lines"), body)

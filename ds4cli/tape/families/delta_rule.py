@@ -45,6 +45,8 @@ class DeltaRows(Track):
         return [rows for rows, _ in self.states]
 
     def cut(self, start: int, stop: int) -> Self:
+        if start == 0 and stop == self.rows:
+            return self
         kept = tuple((rows - start, s) for rows, s in self.states if start < rows <= stop)
         return replace(super().cut(start, stop), states=kept)
 
@@ -53,6 +55,13 @@ class DeltaRows(Track):
         ends = accumulate((t.rows for t in tracks), initial=0)
         states = ((end + r, s) for t, end in zip(tracks, ends, strict=False) for r, s in t.states)
         return replace(super().join(tracks), states=tuple(states))
+
+    @classmethod
+    def gather(cls, tracks: Sequence[Self]) -> Track:
+        first = tracks[0].data
+        if not delta.runs_alone(first[0].shape[-1]) or any([t.states for t in tracks]):
+            return cls.join(tracks)
+        return DeltaPieces(first, tracks)
 
     def key(self, start: mx.array | None) -> Hashable:
         return *(x.shape for x in self.data), start is None, *self.inner_rows()
@@ -77,6 +86,23 @@ class DeltaRows(Track):
         """The state after all rows."""
         k, v, g, beta = self.data
         return delta.final_state(k, v, g, beta, start)
+
+
+@dataclass
+class DeltaPieces(Track):
+    """Rows of several calls that are replayed where they stand, without being joined: on CUDA."""
+
+    pieces: Sequence[DeltaRows]
+
+    @classmethod
+    def replay(
+        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], rows: int
+    ) -> list[mx.array]:
+        pairs = zip(tracks, starts, strict=True)
+        return [
+            kernels.gated_delta_state([piece.data for piece in t.pieces], start)
+            for t, start in pairs
+        ]
 
 
 def owns(module: nn.Module) -> bool:
