@@ -289,7 +289,10 @@ def test_help_is_fast():
     assert not {"mlx.core", "mlx_lm", "transformers", "numpy", "llguidance"} & modules
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed",
+    [">&-", "<&- >&- 2>&-", *(pytest.param(s, marks=pytest.mark.slow) for s in ("<&-", "2>&-"))],
+)
 def test_closed_streams(model_folder, closed):
     """With stdin closed the weights could not be opened; with stdout closed an answer that nobody
     got looked like success."""

@@ -184,13 +184,22 @@ def test_self_check_accepts_every_family(armed):
     assert self_check(model, recorder, lambda: make_prompt_cache(model)).difference < 0.5
 
 
-@pytest.fixture(params=["this device", "simulated Metal"])
-def backend(request, monkeypatch):
+@pytest.fixture
+def uncompiled():
+    """Models run as they are written: compiling a shape that is run once takes a second."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+BACKENDS = ["this device", "simulated Metal"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, monkeypatch, uncompiled):
     """Where a model runs; returns what the simulated kernels note, None on this device."""
     simulated_metal.half_experts(monkeypatch)
-    mx.disable_compile()  # hundreds of shapes, each run once
-    yield simulated_metal.install(monkeypatch) if request.param != "this device" else None
-    mx.enable_compile()
+    return simulated_metal.install(monkeypatch) if request.param != "this device" else None
 
 
 def stored(name, kind):
@@ -200,9 +209,16 @@ def stored(name, kind):
 
 
 STORED = ["float32", "bfloat16", "4 bit"]
+# What most users have, and each kind of weights and each backend once; the others when asked for.
+OFTEN = {("bfloat16", "this device"), ("4 bit", "simulated Metal")}
+AS_STORED = [
+    pytest.param(kind, place, marks=() if (kind, place) in OFTEN else pytest.mark.slow)
+    for kind in STORED
+    for place in BACKENDS
+]
 
 
-@pytest.mark.parametrize("kind", STORED)
+@pytest.mark.parametrize(("kind", "backend"), AS_STORED, indirect=["backend"])
 @pytest.mark.parametrize("name", RECURRENT)
 def test_self_check_accepts_every_family_as_stored_on_every_backend(name, kind, backend):
     """A family that loses its rewinds on the machines and with the weights that most users have."""
@@ -224,7 +240,7 @@ WITH_KERNEL = {
 @pytest.mark.parametrize(
     ("kernel", "name"), [(kernel, name) for kernel, names in WITH_KERNEL.items() for name in names]
 )
-def test_tiny_sizes_are_those_that_metals_kernels_take(kernel, name, monkeypatch):
+def test_tiny_sizes_are_those_that_metals_kernels_take(kernel, name, monkeypatch, uncompiled):
     """A tiny model of sizes that a kernel gets silently wrong (fewer than 32 to a lane group), so
     that the tests fail on a Mac alone; or that never reach it, so that they say nothing."""
     calls = simulated_metal.install(monkeypatch)
@@ -236,7 +252,7 @@ def test_tiny_sizes_are_those_that_metals_kernels_take(kernel, name, monkeypatch
 @pytest.mark.parametrize(
     "name", ["mamba2", "nemotron_h", "falcon_h1", "granitemoehybrid", "plamo2"]
 )
-def test_mamba2_on_metal_is_the_same_in_blocks_and_in_single_rows(name, monkeypatch):
+def test_mamba2_on_metal_is_the_same_in_blocks_and_in_single_rows(name, monkeypatch, uncompiled):
     """Metal's kernel for one row and its form for several computing with different decays, because
     A_log is stored in half precision: drafts change the text and going back feeds tokens again."""
     simulated_metal.install(monkeypatch)

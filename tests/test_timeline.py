@@ -42,7 +42,7 @@ def check(t):
     """State and logits equal a fresh prefill; all layers stand at pos."""
     assert all(a.pos() in (None, t.pos) for a in t.adapters)
     if t.logits is not None:
-        assert_fresh(t.model, t.tokens, t.logits)
+        assert_fresh(t.model, t.tokens, t.logits, t.redo_tokens)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -221,8 +221,13 @@ def test_rows_are_copied_together_a_little_at_a_time(monkeypatch):
     check(t)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(("horizon", "chunk"), [(16, 64), (0, 64), (0, 1)])
+@pytest.mark.parametrize(
+    ("name", "horizon", "chunk"),
+    [
+        *((name, 16, 64) for name in FAMILIES),
+        *((name, 0, chunk) for name in ("qwen3_next", "deepseek_v41") for chunk in (64, 1)),
+    ],
+)
 def test_what_a_sync_read_last_is_a_record(name, horizon, chunk):
     """The last call was longer than what DeepSeek V4.1 holds: its first rows were not free."""
     t = timeline(name, horizon=horizon, chunk=chunk)
@@ -302,10 +307,10 @@ def test_going_back_far_costs_at_most_the_depth_plus_a_block(name):
     t = timeline(name, horizon=32, chunk=512)
     t.sync(prompt(8))
     rng = random.Random(3)
-    while t.pos < 600:
+    while t.pos < 330:
         step(t, [rng.randrange(V) for _ in range(5)])
     whole = t.tokens[:]
-    for depth in (33, 50, 90, 150, 250, 400):
+    for depth in (33, 60, 120, 250):
         fed = t.counters.fed_tokens
         report = t.rewind(len(whole) - depth)
         assert t.counters.fed_tokens - fed == report.replayed <= depth + 64
@@ -351,7 +356,7 @@ def test_rows_of_long_feeds_are_not_mistaken_for_each_other(name):
     for i in range(100):
         step(t, [i % V])
     t.sync([*t.tokens, *prompt(30, seed=4)])
-    for pos in range(t.pos - 60, t.pos):
+    for pos in range(t.pos - 1, t.pos - 61, -1):
         twin = t.fork()
         twin.rewind(pos)
         check(twin)
@@ -418,10 +423,10 @@ def test_nothing_leaks(name):
     before = mx.get_active_memory()
     t.sync(prompt(16))
     sizes = []
-    for i in range(300):
+    for i in range(120):
         step(t, [i % V, 3, 4], kept=1 + i % 3)
         sizes.append(len(t.horizon.segments))
-    assert max(sizes[150:]) <= 64
+    assert max(sizes) <= 64
     t.sync([])
     gc.collect()
     mx.clear_cache()
@@ -432,16 +437,16 @@ def test_nothing_leaks(name):
 def test_the_number_of_arrays_is_bounded(mb):
     """Single tokens leave arrays of their own: they must go with the horizon, or be joined where
     one state serves all of it (as with 0.25 MB here)."""
-    t = timeline("qwen3_next", horizon=128, mb=1)
+    t = timeline("qwen3_next", horizon=64, mb=1)
     t.horizon.budget_bytes = int(mb * 2**20)
     t.sync(prompt(16))
     counts = []
-    for i in range(400):
+    for i in range(260):
         step(t, [i % V])
         held = [s for s in t.horizon.segments if s.tape is not None]
         counts.append(sum(len(s.tape.arrays()) + len(s.logits) for s in held))
-    assert max(counts[300:]) == max(counts[200:300])
-    assert max(counts) <= (128 + 64) * (1 + 16)
+    assert max(counts[200:]) == max(counts[130:200])
+    assert max(counts) <= (64 + 64) * (1 + 16)
 
 
 def test_few_checkpoints_stay_where_a_state_is_large():
