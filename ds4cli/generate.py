@@ -26,6 +26,7 @@ from ds4cli.tokens import common_prefix
 
 if TYPE_CHECKING:
     from ds4cli.engine.engine import Engine
+    from ds4cli.engine.generation import Event
     from ds4cli.engine.session import Session
     from ds4cli.structured.guards import AnyGuard
     from ds4cli.structured.wanted import Wanted
@@ -379,14 +380,24 @@ def complete(
         completion.finish_reason = "cancelled"
         return completion
     for event in session.stream(cancel=cancel, guard=guard, **limits):
-        pieces = split.push(event.text)
-        if event.finish_reason is not None:
-            pieces += split.flush()
-            completion.finish_reason = event.finish_reason
-            completion.calls, completion.note = event.calls, event.note
-        for piece in pieces:
-            _add(completion, piece.text, piece.is_reasoning, writer)
+        take(completion, event, split, writer)
     return completion
+
+
+def take(
+    completion: Completion,
+    event: Event,
+    split: ReasoningSplitter,
+    writer: terminal.ReplyWriter | None = None,
+) -> None:
+    """The reply goes on with `event`; `writer` sees every piece."""
+    pieces = split.push(event.text)
+    if event.finish_reason is not None:
+        pieces += split.flush()
+        completion.finish_reason = event.finish_reason
+        completion.calls, completion.note = event.calls, event.note
+    for piece in pieces:
+        _add(completion, piece.text, piece.is_reasoning, writer)
 
 
 def _add(

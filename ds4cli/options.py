@@ -176,6 +176,8 @@ def long_flag(name: str) -> str:
 def default_words(name: str) -> str:
     """A setting's default in words; empty for empty values and for switches that are off."""
     default = Settings.__dataclass_fields__[name].default
+    if OPTIONS[name].auto and default == 0:
+        return settings.AUTO
     shown = isinstance(default, (str, int, float)) and default is not False
     return OPTIONS[name].unset or (str(default) if shown else "")
 

@@ -9,6 +9,7 @@ picked together, so drafted, rewound and resumed text equals plain text at any t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
@@ -69,9 +70,26 @@ class Sampler:
             # drop the best allowed one is what greedy does without them.
             rows = rows if mask is None else mx.where(mask, rows, -mx.inf)
             return mx.argmax(rows, axis=-1).astype(mx.int32)
-        return self._sample(rows.astype(mx.float32), pos, mask)
+        return self._sample(rows.astype(mx.float32), self.noise(pos, len(rows)), mask)
 
-    def _sample(self, rows: mx.array, pos: int, mask: mx.array | None) -> mx.array:
+    def noise(self, pos: int, k: int) -> mx.array:
+        """What the picks for positions pos, pos + 1, ... owe to chance: (k, token_limit)."""
+        return self._noise.rows(self.attempt, pos, k)
+
+    def pick_with(self, rows: mx.array, noise: Sequence[mx.array]) -> mx.array:
+        """The tokens that rows (k, V) of any positions give with the noise of each: int32 (k,)."""
+        rows = rows[:, : self._token_limit].astype(mx.float32)
+        return self._sample(rows, mx.concatenate([*noise]), None)
+
+    @property
+    def kind(self) -> tuple[Any, ...] | None:
+        """Samplers of one kind differ in their noise only; None: this one is like no other."""
+        s = self.settings
+        if self._bias is not None or self.needs_history:
+            return None
+        return (s.temp, s.top_p, s.top_k, s.min_p) if s.temp else (0,)
+
+    def _sample(self, rows: mx.array, noise: mx.array, mask: mx.array | None) -> mx.array:
         # Shifted log-probabilities: the filters and the sample do not depend on the shift.
         rows = rows - rows.max(axis=-1, keepdims=True)
         kept = rows
@@ -81,7 +99,7 @@ class Sampler:
             kept = _allow(kept, rows, mask)
         temp = self.settings.temp
         assert temp is not None, "the engine has decided"
-        noise = self._noise.rows(self.attempt, pos, len(rows))[:, : rows.shape[-1]]
+        noise = noise[:, : rows.shape[-1]]
         picks = mx.argmax(kept * (1 / temp) + noise, axis=-1).astype(mx.int32)
         return mx.where(mx.isnan(rows[:, 0]), 0, picks)  # for `refuse_nan`
 
@@ -98,6 +116,29 @@ class Sampler:
             factor = mx.where(rows < 0, s.repetition_penalty, 1 / s.repetition_penalty)
             rows = mx.where(seen, rows * factor, rows)
         return rows - s.presence_penalty * seen - s.frequency_penalty * counts
+
+
+class Asked(NamedTuple):
+    """What one of several samplers is asked, see `Sampler.pick`."""
+
+    sampler: Sampler
+    rows: mx.array
+    pos: int
+    history: Sequence[int] = ()
+
+
+def pick_together(asked: Sequence[Asked]) -> mx.array:
+    """What each sampler picks from its own rows, one after the other: int32 (all rows,), not
+    evaluated. The picks are those of `Sampler.pick`; where all are of one kind they are made in one
+    go."""
+    kinds = {each.sampler.kind for each in asked}
+    if len(kinds) > 1 or None in kinds:
+        return mx.concatenate([a.sampler.pick(a.rows, a.pos, a.history) for a in asked])
+    rows = mx.concatenate([each.rows for each in asked])
+    first = asked[0].sampler
+    if not first.settings.temp:
+        return first.pick(rows, 0, ())
+    return first.pick_with(rows, [a.sampler.noise(a.pos, len(a.rows)) for a in asked])
 
 
 class Noise:

@@ -35,6 +35,10 @@ MODEL, SAMPLING, FORM, SPECULATION, REWIND, OUTPUT = PANELS = (
 )
 
 
+# Says 0 where a number may be left to the engine.
+AUTO = "auto"
+
+
 class Table(dict):
     """Named values of any kind, as JSON has them, but no null: TOML has none."""
 
@@ -52,6 +56,7 @@ class Option:
     valid: Callable[[Any], bool] = lambda value: True
     wants: str = ""  # the valid range in words, for messages and the README
     unset: str = ""  # what None means, in words
+    auto: bool = False  # `auto` says 0
 
     @property
     def metavar(self) -> str:
@@ -239,6 +244,16 @@ class Settings:
         SPECULATION,
         "Guess by rule, not by clock: the same text again on a GPU too.",
     )
+    parallel: int = _setting(
+        0,
+        int,
+        SPECULATION,
+        "Lines of a batch to answer at a time; auto: as many as pay here.",
+        flags=("-np",),
+        auto=True,
+        valid=lambda v: 0 <= v <= 256,
+        wants="auto, or from 1 to 256",
+    )
     rewind_mb: int = _setting(512, int, REWIND, "Memory for going back, in MB.", **_at_least(0))
     horizon_tokens: int = _setting(
         256, int, REWIND, "Last tokens that are free to go back to.", **_at_least(0)
@@ -292,6 +307,7 @@ def check(name: str, value: Any, label: str | None = None) -> Any:
     option, label = OPTIONS[name], label or name
     if value is None and _nullable(name):
         return None
+    value = 0 if option.auto and value == AUTO else value
     typed = _typed(option.kind, value)
     shown = f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
     if typed is None:
@@ -371,7 +387,7 @@ def parse_text(name: str, text: str, label: str | None = None) -> Any:
     """A setting's value from the text of an environment variable or of a flag."""
     option = OPTIONS[name]
     try:
-        value = _PARSERS.get(option.kind, str)(text)
+        value = text if option.auto and text == AUTO else _PARSERS.get(option.kind, str)(text)
     except ValueError:
         message = f"`{label or name}` wants {_kind_words(option)}, not `{text}`"
         raise UsageError(message) from None
@@ -629,6 +645,7 @@ def to_toml(settings: Settings, notes: Mapping[str, str]) -> str:
     lines = []
     for name in OPTIONS:
         value = getattr(settings, name)
+        value = AUTO if OPTIONS[name].auto and value == 0 else value
         line = f"# {name} =" if value is None else f"{name} = {_toml(value)}"
         lines.append(f"{line}  # {notes[name]}")
     return "\n".join(lines) + "\n"

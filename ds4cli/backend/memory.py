@@ -12,6 +12,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Iterable
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -83,6 +84,25 @@ def _room() -> tuple[int, int]:
     """What the GPU may use, and the machine's memory."""
     recommended = mx.device_info(mx.default_device())["max_recommended_working_set_size"]
     return int(recommended), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_bytes() -> int:
+    """About how much memory is left for arrays."""
+    if mx.default_device() == mx.cpu:
+        return _available()
+    known = mx.device_info(mx.default_device())
+    names = "max_recommended_working_set_size", "total_memory", "memory_size"
+    total = next((int(known[name]) for name in names if name in known), _available())
+    return max(0, total - mx.get_active_memory())
+
+
+def _available() -> int:
+    """What the system would give without paging; half of all memory where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(x.split()[1]) << 10 for x in lines if x.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 # -- pages -----------------------------------------------------------------------------------------

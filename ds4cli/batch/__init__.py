@@ -3,7 +3,9 @@
 lines.py     input lines from a file or a pipe
 requests.py  a line -> Item, checked
 grouping.py  working order, and where prompts branch
-runner.py    answers items with one session
+runner.py    plans items, has them answered, puts the results where they belong
+desk.py      reads prompts and writes completions, one or several at a time
+width.py     how many at a time
 replies.py   output lines, and what made them
 results.py   output, durable and resumable
 progress.py  how far it is
@@ -12,7 +14,7 @@ progress.py  how far it is
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,11 +22,13 @@ from typing import TYPE_CHECKING
 
 from ds4cli import generate, signals, terminal
 from ds4cli.batch import replies
+from ds4cli.batch.desk import Desk
 from ds4cli.batch.lines import Lines, file_id, open_lines, take_block
 from ds4cli.batch.progress import BatchProgress
 from ds4cli.batch.requests import Item, Names, Warnings, is_blank, name_key, parse
 from ds4cli.batch.results import Results, open_results
 from ds4cli.batch.runner import Planner, Runner, model_fingerprint
+from ds4cli.batch.width import Width
 from ds4cli.errors import Interrupted, UsageError
 from ds4cli.settings import Settings
 from ds4cli.structured.asked import inlined
@@ -112,12 +116,13 @@ def _answer(
     warn = partial(_say, request)
     planner = Planner(engine, engine.settings, tools, request.group, form, warn)
     with signals.Interrupts() as interrupted:
-        runner = Runner(engine, planner, results, interrupted)
+        desk = Desk(engine, Width(engine.settings.parallel or None), warn)
+        runner = Runner(engine, planner, results, interrupted, desk, request.fail_fast)
         progress = BatchProgress(runner.tally, total, not request.quiet)
-        blocks = _blocks(request, engine.settings, lines, interrupted)
+        blocks = Blocks(request, engine.settings, lines, interrupted)
         try:
             with progress:
-                runner.run(blocks, progress, request.fail_fast)
+                runner.run(blocks, progress)
         except Interrupted:
             _say(request, f"stopped: {progress.summary()}")
             _say(request, RESUME_HINT if results.is_file else "")
@@ -135,19 +140,27 @@ def _say(request: BatchRequest, text: str) -> None:
         terminal.note(text)
 
 
-def _blocks(
-    request: BatchRequest, settings: Settings, lines: Lines, cancel: Callable[[], bool]
-) -> Iterator[list[Item]]:
+class Blocks:
     """The items of the input, block by block."""
-    warnings = Warnings(lambda text: _say(request, text), settings.model)
-    names = Names() if lines.is_pipe else None
-    while taken := take_block(lines, request.group, cancel):
-        items = [parse(n, raw, request.plain) for n, raw in taken if not is_blank(raw)]
-        if names is not None:
-            items = [_refuse_second(item, names) for item in items]
+
+    def __init__(
+        self, request: BatchRequest, settings: Settings, lines: Lines, cancel: Callable[[], bool]
+    ):
+        self._request, self._lines, self._cancel = request, lines, cancel
+        self._warnings = Warnings(partial(_say, request), settings.model)
+        self._names = Names() if lines.is_pipe else None
+
+    def take(self, wait: bool) -> list[Item] | None:
+        """The next items; [] if there are none without waiting, None at the end."""
+        taken = take_block(self._lines, self._request.group, self._cancel, wait)
+        if not taken:
+            return None if wait else []
+        items = [parse(n, raw, self._request.plain) for n, raw in taken if not is_blank(raw)]
+        if self._names is not None:
+            items = [_refuse_second(item, self._names) for item in items]
         for item in items:
-            warnings.look_at(item)
-        yield items
+            self._warnings.look_at(item)
+        return items
 
 
 def _refuse_second(item: Item, names: Names) -> Item:

@@ -64,7 +64,7 @@ class FileLines(_Source):
     def next(self, wait: bool, cancel: Callable[[], bool]) -> Line | None:
         """The next line; None at the end."""
         raw = self._stream.readline()
-        self._number += 1
+        self._number += bool(raw)
         return (self._number, raw) if raw else None
 
 
@@ -136,16 +136,20 @@ def open_lines(name: str) -> Lines:
     return PipeLines(stream)
 
 
-def take_block(lines: Lines, full: bool, cancel: Callable[[], bool]) -> list[Line]:
-    """The next lines, up to a block's size; [] at the end.
+def take_block(
+    lines: Lines, full: bool, cancel: Callable[[], bool], wait: bool = True
+) -> list[Line]:
+    """The next lines, up to a block's size; [] at the end, or where there is none without `wait`.
 
     full: wait for all of them, so that blocks begin and end at the same lines in every run.
     Otherwise only the first is waited for.
     """
     taken: list[Line] = []
     size = 0
+    if full and lines.is_pipe and not wait:
+        return taken
     while len(taken) < BLOCK_LINES and size < BLOCK_BYTES:
-        line = lines.next(full or not taken, cancel)
+        line = lines.next(wait and (full or not taken), cancel)
         if line is None:
             break
         taken.append(line)

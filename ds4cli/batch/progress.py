@@ -21,6 +21,7 @@ class Tally:
 
     kept: lines answered by earlier runs. answered, failed: lines of this one. prompt_tokens: of
     their prompts; read_tokens: those that the model had to read. generated: tokens of answers.
+    lanes: how many are written at a time.
     """
 
     kept: int = 0
@@ -29,6 +30,7 @@ class Tally:
     prompt_tokens: int = 0
     read_tokens: int = 0
     generated: int = 0
+    lanes: int = 1
 
     @property
     def made(self) -> int:
@@ -90,6 +92,7 @@ class BatchProgress:
         parts = [
             f"{tally.done:,}{of} done",
             f"{tally.failed:,} failed" if tally.failed else "",
+            f"{tally.lanes} at a time" if tally.lanes > 1 else "",
             f"{tally.generated / self.seconds:,.1f} tok/s",
             f"{tally.cached_share:.0%} of prompts cached",
         ]

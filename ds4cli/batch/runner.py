@@ -1,28 +1,25 @@
-"""Answers the items of a batch with one session, which goes from prompt to prompt.
-
-What two prompts have in common is not read again: the session goes back to where they part, by a
-cursor, or on hybrids and windows by a checkpoint that was left there on the way.
-"""
+"""Plans the items of a batch, has them answered, and puts the results where they belong."""
 
 from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ds4cli import generate
 from ds4cli.batch import replies
+from ds4cli.batch.desk import Answer, Choice, Desk, Job, PlannedJob
 from ds4cli.batch.grouping import branch_points, shared_lengths, trie_order
 from ds4cli.batch.progress import BatchProgress, Tally
 from ds4cli.batch.requests import Item, Warn, conversation, is_continued
 from ds4cli.batch.results import Results
 from ds4cli.errors import DS4Error, Interrupted, UsageError
-from ds4cli.text.reasoning import ReasoningSplitter
 
 if TYPE_CHECKING:
+    from ds4cli.batch import Blocks
     from ds4cli.engine.engine import Engine
     from ds4cli.generate import Completion
     from ds4cli.settings import Settings
@@ -31,25 +28,6 @@ if TYPE_CHECKING:
     from ds4cli.text.chat_template import ChatTemplate
     from ds4cli.text.tokenizer import Vocabulary
     from ds4cli.tools import Tool
-
-
-@dataclass(frozen=True)
-class Job:
-    """An item, and its prompt's token ids; none where the item cannot be answered: see `error`."""
-
-    item: Item
-    prompt: Sequence[int] = field(default=(), repr=False)
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class PlannedJob:
-    """A job in working order. shared: prompt tokens it has in common with the job before it;
-    checkpoints: where later prompts branch off."""
-
-    job: Job
-    shared: int = 0
-    checkpoints: Sequence[int] = ()
 
 
 class Planner:
@@ -157,34 +135,68 @@ class Planner:
             return ()
         return self.tools if item.tools is None else item.tools
 
+    def is_guarded(self, item: Item) -> bool:
+        """Whether something watches the item's answer."""
+        return bool(self.tools_of(item)) or self.form_of(item) is not None
+
 
 class Runner:
-    """Answers steps, one after the other. cancel: whether the user wants to stop."""
+    """Has steps answered at a desk and puts the results. cancel: whether the user wants to stop.
+    fail_fast: begin no line after one failed.
+    """
 
     def __init__(
-        self, engine: Engine, planner: Planner, results: Results, cancel: Callable[[], bool]
+        self,
+        engine: Engine,
+        planner: Planner,
+        results: Results,
+        cancel: Callable[[], bool],
+        desk: Desk,
+        fail_fast: bool = False,
     ):
         self.engine, self.planner, self.results = engine, planner, results
-        self.cancel = cancel
+        self.cancel, self.desk = cancel, desk
         self.tally = Tally()
-        self.session = engine.session()
+        self._fail_fast = fail_fast
+        self._failed: Item | None = None  # the first one, if no further line is to be begun
+        self._held: Choice | None = None  # what there was no memory for yet
+        self._is_last = False  # no line comes any more
         self._made_with = replies.made_with(planner.settings, planner.tools)
 
-    def run(self, blocks: Iterable[list[Item]], progress: BatchProgress, fail_fast: bool) -> None:
-        """Answer all items. Interrupted if the user stops it; the line in work is dropped."""
-        for block in blocks:
+    def run(self, blocks: Blocks, progress: BatchProgress) -> None:
+        """Answer all items. Interrupted if the user stops it; the lines in work are dropped."""
+        self._progress = progress
+        choices = self._choices(blocks)
+        with closing(self.desk):
+            while self._begin_some(choices) or self.desk.writing:
+                self._go_on()
+                if self.cancel():
+                    raise Interrupted("stopped")
+        if self.cancel():
+            raise Interrupted("stopped")
+        if self._failed is not None:
+            raise DS4Error(
+                f"stopped at line {self._failed.number}, which failed",
+                "go on with the same command and `--resume`",
+            )
+
+    # -- what is to be done -----------------------------------------------------------------------
+
+    def _choices(self, blocks: Blocks) -> Iterator[Choice | None]:
+        """What is to be written, in working order; None where the next line has not come yet."""
+        while self._failed is None:
+            block = blocks.take(wait=not self.desk.writing)
+            if block is None:
+                break
+            if not block:
+                yield None
             todo = {item.number for item in block if not self.results.expect(item)}
             self.tally.kept += len(block) - len(todo)
             for step in self._steps(block, todo):
-                is_good = self._do(step)
-                progress.update()
-                if fail_fast and not is_good:
-                    raise DS4Error(
-                        f"stopped at line {step.job.item.number}, which failed",
-                        "go on with the same command and `--resume`",
-                    )
-        if self.cancel():
-            raise Interrupted("stopped")
+                yield from self._choices_of(step)
+                if self._failed is not None:
+                    break
+        self._is_last = True
 
     def _steps(self, block: list[Item], todo: set[int]) -> Iterator[PlannedJob]:
         if not todo:
@@ -194,104 +206,122 @@ class Runner:
             if step.job.item.number in todo:
                 yield step
 
-    def _do(self, step: PlannedJob) -> bool:
-        """Answer a step and write its line; False if it failed."""
-        item = step.job.item
+    def _choices_of(self, step: PlannedJob) -> Iterator[Choice]:
+        answer = Answer(step)
+        if step.job.error:
+            self._fail(answer, UsageError(step.job.error))
+            return
+        answer.settings = step.job.item.settings(self.planner.settings)
+        answer.is_raw = self.planner.is_raw(step.job.item)
+        answer.is_guarded = self.planner.is_guarded(step.job.item)
+        for index in range(step.job.item.n):
+            yield Choice(answer, index)
+
+    def _begin_some(self, choices: Iterator[Choice | None]) -> bool:
+        """Begin what there is room for; False where nothing is left to begin."""
+        while not self.cancel() and self.desk.has_room:
+            choice = self._held or next(choices, None)
+            self._held = None
+            if choice is None:
+                return not self._is_last
+            if not self.desk.fits(choice.answer):
+                self._held = choice
+                return True
+            if not choice.answer.has_failed:
+                self._guarded(choice, self._begin)
+        return True
+
+    def _begin(self, choice: Choice) -> None:
+        answer = choice.answer
+        thinks = not answer.is_raw and generate.opens_thinking(self.engine, answer.prompt)
+        if not answer.is_raw:
+            choice.split = generate.splitter(self.engine, thinks)
+        guard = self._guard(answer.item, thinks)
+        self.tally.prompt_tokens += 0 if choice.index else len(answer.prompt)
+        self.tally.read_tokens += self.desk.begin(choice, guard, self.cancel)
+
+    # -- what is being written --------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        """One round: an event of every choice that has one."""
+        for choice in self.desk.round():
+            is_taken = not choice.answer.has_failed and self._guarded(choice, self.desk.take)
+            if is_taken and choice.completion.finish_reason is not None:
+                self._finish(choice)
+
+    def _guarded(self, choice: Choice, work: Callable[[Choice], None]) -> bool:
+        """Whether `work` on a choice was done; what it raises is its line's result."""
         try:
-            line = self._answer(step)
+            work(choice)
         except Interrupted:
             raise
         except Exception as error:  # whatever a line brings about, the others are not to suffer
-            self.tally.failed += 1
-            self.results.put(item, self._failure(item, error))
+            self.desk.drop(choice.answer)
+            self._fail(choice.answer, error)
             return False
-        self.tally.answered += 1
-        self.results.put(item, line)
         return True
+
+    def _finish(self, choice: Choice) -> None:
+        answer, completion = choice.answer, choice.completion
+        if completion.finish_reason == "cancelled":
+            raise Interrupted("stopped")
+        form = self.planner.form_of(answer.item)
+        if form is not None and form.kind == "json":
+            completion.parsed = _value(completion)
+        if answer.settings.hide_reasoning:
+            completion.reasoning = ""
+        answer.finished[choice.index] = completion
+        if len(answer.finished) == answer.item.n:
+            self._put(answer)
+
+    def _put(self, answer: Answer) -> None:
+        """All completions of a line are there."""
+        prompt = len(answer.prompt)
+        # The last token of a prompt is never counted: its logits may have to be computed again.
+        cached = min(answer.step.shared, prompt - 1)
+        body = replies.body(
+            answer.item,
+            [answer.finished[index] for index in range(answer.item.n)],
+            model=self.engine.settings.model,
+            as_text=answer.is_raw,
+            usage=replies.usage(prompt, cached, answer.generated),
+            fingerprint=model_fingerprint(self.engine),
+            settings=self._made_with,
+        )
+        self.tally.generated += answer.generated
+        self.tally.answered += 1
+        self.results.put(answer.item, replies.success(answer.item, body))
+        self._count()
+
+    def _fail(self, answer: Answer, error: Exception) -> None:
+        answer.has_failed = True
+        self.tally.failed += 1
+        self.results.put(answer.item, self._failure(answer.item, error))
+        if self._fail_fast and self._failed is None:
+            self._failed = answer.item
+        self._count()
+
+    def _count(self) -> None:
+        self.tally.lanes = self.desk.lanes
+        self._progress.update()
 
     def _failure(self, item: Item, error: Exception) -> bytes:
         if isinstance(error, UsageError):
             return replies.failure(item, "invalid_request", error.message)
         if isinstance(error, DS4Error):
             return replies.failure(item, "failed", error.message)
-        self.session = self.engine.session()
+        self.desk.begin_anew()
         return replies.failure(item, "internal_error", f"{type(error).__name__}: {error}")
 
-    def _answer(self, step: PlannedJob) -> bytes:
-        job, engine = step.job, self.engine
-        if job.error:
-            raise UsageError(job.error)
-        completions, generated = self._completions(step)
-        self.tally.prompt_tokens += len(job.prompt)
-        self.tally.generated += generated
-        # The last token of a prompt is never counted: its logits may have to be computed again.
-        cached = min(step.shared, len(job.prompt) - 1)
-        body = replies.body(
-            job.item,
-            completions,
-            model=engine.settings.model,
-            as_text=self.planner.is_raw(job.item),
-            usage=replies.usage(len(job.prompt), cached, generated),
-            fingerprint=model_fingerprint(engine),
-            settings=self._made_with,
-        )
-        return replies.success(job.item, body)
-
-    def _completions(self, step: PlannedJob) -> tuple[list[Completion], int]:
-        """The item's completions and the tokens in them. All go out from one reading of the
-        prompt, each with the noise of its own attempt."""
-        job, session = step.job, self.session
-        settings = job.item.settings(self.planner.settings)
-        if settings.reproducible:  # nothing of what was read before may shape the calls
-            session = self.session = self.engine.session()
-        session.use(settings)
-        made, generated = [], 0
-        for attempt in range(job.item.n):
-            session.attempt = attempt
-            self._read(step)
-            made.append(self._complete(job, settings))
-            generated += session.pos - len(job.prompt)
-        return made, generated
-
-    def _read(self, step: PlannedJob) -> None:
-        """Bring the session to the end of the prompt."""
-        prompt, session = step.job.prompt, self.session
-        report = session.sync(prompt, cancel=self.cancel, checkpoints=step.checkpoints)
-        self.tally.read_tokens += report.prefilled + report.replayed
-        if self.cancel():
-            raise Interrupted("stopped")
-        if step.job.item.n > 1:
-            session.checkpoint("prompt")
-
-    def _complete(self, job: Job, settings: Settings) -> Completion:
-        split, thinks = ReasoningSplitter(None), False
-        is_raw = self.planner.is_raw(job.item)
-        if not is_raw:
-            thinks = generate.opens_thinking(self.engine, job.prompt)
-            split = generate.splitter(self.engine, thinks)
-        limits: dict[str, Any] = {"max_tokens": settings.max_tokens, "stop": settings.stop}
-        limits["raw"] = is_raw
-        guard = self._guard(job.item, thinks)
-        completion = generate.complete(self.session, split, self.cancel, None, guard, **limits)
-        if completion.finish_reason == "cancelled":
-            raise Interrupted("stopped")
-        form = self.planner.form_of(job.item)
-        if form is not None and form.kind == "json":
-            completion.parsed = _value(completion)
-        if settings.hide_reasoning:
-            completion.reasoning = ""
-        return completion
-
     def _guard(self, item: Item, thinks: bool) -> AnyGuard | None:
-        tools, form = self.planner.tools_of(item), self.planner.form_of(item)
-        if not tools and form is None:
+        if not self.planner.is_guarded(item):
             return None
         from ds4cli.structured import guards
 
         return guards.make_guard(
             self.engine,
-            tools,
-            form,
+            self.planner.tools_of(item),
+            self.planner.form_of(item),
             thinks=thinks,
             max_repairs=self.planner.settings.max_repairs,
         )

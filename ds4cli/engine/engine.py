@@ -30,6 +30,7 @@ from ds4cli.errors import ModelError, StateError, UsageError
 from ds4cli.hooks import cuda, delta, last_row
 from ds4cli.hooks.cuda import attention, recurrences
 from ds4cli.hooks.taps import Taps
+from ds4cli.lanes import Lanes
 from ds4cli.models import adapters
 from ds4cli.models.source import Source, check_type, find, locate
 from ds4cli.models.tokenizers import (
@@ -154,6 +155,11 @@ class Engine(Vocabulary):
         return Armed.of(self.model).refusal
 
     @cached_property
+    def is_float32(self) -> bool:
+        """Whether it computes in float32, so that no product depends on the rows of a call."""
+        return is_float32(self.model)
+
+    @cached_property
     def capabilities(self) -> Capabilities:
         """How this model goes back, and what that costs; found out when first asked for."""
         armed = Armed.of(self.model)
@@ -254,6 +260,13 @@ class Engine(Vocabulary):
             "versions": f"ds4cli {__version__} mlx {version('mlx')} mlx-lm {version('mlx-lm')}",
         }
 
+    def lanes(self) -> Lanes:
+        """What lets timelines share model calls, armed. ModelError where they cannot, with the
+        reason."""
+        settings, limits = self.settings, self._limits
+        kv = settings.kv_bits, settings.kv_group_size
+        return Lanes.arm(self.model, lambda: build_caches(self.model, limits.slack_tokens, *kv))
+
     def scratch_timeline(self) -> Timeline:
         """An empty timeline of the model, to try things on."""
         return self._timeline(self.model)
@@ -297,18 +310,22 @@ class Engine(Vocabulary):
         """Write `timeline` to `path`, whole or not at all."""
         storage.write(path, timeline.state(), self.fingerprint)
 
-    def _timeline(self, model: Any) -> Timeline:
+    @property
+    def _limits(self) -> Limits:
         settings = self.settings
-        limits = Limits(
+        return Limits(
             horizon_tokens=settings.horizon_tokens,
             budget_bytes=settings.rewind_mb << 20,
             chunk_tokens=settings.prefill_step_size,
         )
+
+    def _timeline(self, model: Any) -> Timeline:
+        settings = self.settings
         head = self._head if model is self.model else None
         return Timeline(
             model,
             Armed.of(model).recorder,
-            limits,
+            self._limits,
             kv_bits=settings.kv_bits,
             kv_group_size=settings.kv_group_size,
             taps=None if head is None else Taps.arm(model, head.taps),

@@ -46,8 +46,13 @@ class Repair:
     seconds: float
 
 
+# Blocks without end, or up to a position: what a session does alone, or among others.
+Steps = Callable[["int | None"], Generator["Step", None, None]]
+
+
 class Generation:
-    """A reply that a session writes. end: the position to stop at, None for no limit."""
+    """A reply that a session writes. end: the position to stop at, None for no limit. steps: who
+    takes its steps."""
 
     def __init__(
         self,
@@ -56,12 +61,14 @@ class Generation:
         reply: ReplyText,
         end: int | None,
         cancel: Callable[[], bool],
+        steps: Steps,
     ):
+        self.timeline = timeline
+        self.end = end
         self._session = session
-        self._timeline = timeline
         self._reply = reply
-        self._end = end
         self._cancel = cancel
+        self._steps = steps
         self._masked_at: int | None = None  # where only what the guard allows may be picked
         self._checkpoint_at: int | None = None  # where an open call needs one
 
@@ -104,8 +111,8 @@ class Generation:
             session.attempt, session.generation = attempt, None
 
     def _blocks(self) -> Iterator[Event]:
-        session, timeline = self._session, self._timeline
-        steps = session.steps(self._end)
+        session, timeline = self._session, self.timeline
+        steps = self._steps(self.end)
         text, reason = "", self._reason_to_end()
         while reason is None:
             begin = time.perf_counter()
@@ -118,15 +125,15 @@ class Generation:
                 yield Event(self._reply.report(), text)
                 if here != (session.moves, timeline.pos):
                     steps.close()
-                    steps, self._reply = session.steps(self._end), self._reply.moved(session.pos)
+                    steps, self._reply = self._steps(self.end), self._reply.moved(session.pos)
                     text, reason = "", self._reason_to_end()
                 session.generation = self  # another one may have been at work
         steps.close()
         yield self._last_event(text, reason)
 
     def _reason_to_end(self) -> str | None:
-        pos, context = self._timeline.pos, self._session.engine.context_tokens
-        if (self._end is not None and pos >= self._end) or (context is not None and pos >= context):
+        pos, context = self.timeline.pos, self._session.engine.context_tokens
+        if (self.end is not None and pos >= self.end) or (context is not None and pos >= context):
             return "length"
         return "cancelled" if self._cancel() else None
 
@@ -151,7 +158,7 @@ class Generation:
             self._repair(step, step.bad_pos)
         elif step is not None and step.event == "open":
             # Before one more block could put the call's opening out of reach.
-            free = self._timeline.free_tokens() or 0
+            free = self.timeline.free_tokens() or 0
             assert step.opened is not None
             self._checkpoint_at = step.opened + free - MAX_BLOCK_TOKENS
         if self._checkpoint_at is not None and self._session.pos >= self._checkpoint_at:
@@ -184,7 +191,7 @@ class Generation:
     def _checkpoint_opening(self) -> None:
         """The open call is nearly as long as what is free to go back over: keep its beginning cheap
         to come back to."""
-        timeline, end, guard = self._timeline, self._session.pos, self._reply.guard
+        timeline, end, guard = self.timeline, self._session.pos, self._reply.guard
         opened = None if guard is None else guard.opened
         self._checkpoint_at = None
         if opened is not None and not timeline.can_cut and timeline.plan(opened).forwards == 0:

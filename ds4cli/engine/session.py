@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from ds4cli.arrays import integer
 from ds4cli.drafters.policy import DraftPolicy
-from ds4cli.engine.generation import Event, Generation, Repair
+from ds4cli.engine.generation import Event, Generation, Repair, Steps
 from ds4cli.engine.reply import ReplyText
 from ds4cli.errors import StateError, UsageError
 from ds4cli.rewind.plan import RewindPlan, RewindReport
@@ -29,7 +29,7 @@ from ds4cli.text.reasoning import Markers, opens_thinking
 
 if TYPE_CHECKING:
     from ds4cli.engine.engine import Engine
-    from ds4cli.rewind.timeline import Counters, Timeline
+    from ds4cli.rewind.timeline import Counters, Limits, Timeline
     from ds4cli.structured.guards import AnyGuard
 
 
@@ -109,7 +109,7 @@ class Session:
         self.drafter = drafter
         self.stats = Stats(drafter=drafter.name)
         self.policy = DraftPolicy(engine.settings, engine.experience)
-        self._guessed_by = ""  # whose guesses are fed
+        self.guessed_by = ""  # whose guesses are fed
         self._timeline = timeline
         timeline.observer = self._observe if drafter.taps else None
         self._owner = threading.current_thread()
@@ -168,6 +168,15 @@ class Session:
         """Bytes kept alive for going back: "last_block" (a part of "horizon"), "horizon",
         "checkpoints"."""
         return self._timeline.kept_bytes()
+
+    @property
+    def limits(self) -> Limits:
+        """How far back is kept."""
+        return self._timeline.limits
+
+    def record_bytes(self, limits: Limits) -> int:
+        """About what a branch that keeps so far back holds alive for that."""
+        return self._timeline.record_bytes(limits)
 
     # -- moving -----------------------------------------------------------------------------------
 
@@ -269,10 +278,13 @@ class Session:
         self.sampler, self._next, self._knows_prices = sampler, None, False
         self.drafter.use(sampler)
 
-    def fork(self) -> Session:
-        """An independent branch at the same position that samples alike; both may go on."""
+    def fork(self, limits: Limits | None = None) -> Session:
+        """An independent branch at the same position that samples alike; both may go on.
+
+        limits: how far back the branch keeps, if it is another; it begins anew then.
+        """
         self._check_thread()
-        twin = self.engine.session_from(self._timeline.fork(), self.drafter.fork())
+        twin = self.engine.session_from(self._timeline.fork(limits), self.drafter.fork())
         twin.use(self.sampler.settings)
         twin.attempt = self.attempt
         return twin
@@ -293,8 +305,8 @@ class Session:
         if first in self.engine.stop_ids:
             return Step([], "stop")
         if drafts is None:
-            drafts = self._propose(first, max_tokens)
-            return self._verify([first, *drafts], self._guessed_by)
+            drafts = self.propose(first, max_tokens)
+            return self._verify([first, *drafts], self.guessed_by)
         self.engine.check_tokens(drafts)
         return self._verify([first, *drafts], "given")
 
@@ -304,7 +316,7 @@ class Session:
         row, attempt, pick = self._next or (None, 0, 0)
         if row is None or row is not self.logits or attempt != self.attempt:
             pick = self._pick()
-            self._picked(pick)
+            self.picked(pick)
         return pick
 
     def _pick(self) -> int:
@@ -320,7 +332,7 @@ class Session:
         refuse_nan(row, [pick])
         return pick
 
-    def _picked(self, pick: int) -> None:
+    def picked(self, pick: int) -> None:
         """`pick` follows. It was made from the very row, so whatever moves the session voids it."""
         self._next = (self._timeline.logits, self.sampler.attempt, pick)
 
@@ -329,29 +341,29 @@ class Session:
         self._next = None
 
     @property
-    def _is_drafting(self) -> bool:
+    def is_drafting(self) -> bool:
         """Whether there is anyone to ask for guesses."""
         return self.drafter.name != "none"
 
-    def _propose(self, first: int, max_tokens: int | None) -> list[int]:
+    def propose(self, first: int, max_tokens: int | None) -> list[int]:
         """Guesses for what follows `first`, the token that is fed next: what an open call leaves no
         choice about, or the drafter's, if these say no other and more, and what must follow."""
-        if not self._is_drafting:
+        if not self.is_drafting:
             return []
         self._look_up_prices()
-        room = self._room(max_tokens)
-        forced, drafts = self._forced([first], room), []
+        room = self.room(max_tokens)
+        forced, drafts = self.forced([first], room), []
         if not forced or all(part.is_free for part in self.drafter.parts):
             drafts = self._ask(self.policy.draft, first, room)
-        self._guessed_by = self.policy.source
+        self.guessed_by = self.policy.source
         if self.generation is not None and drafts:
             drafts = self.generation.allowed(first, drafts)
         if forced and drafts[: len(forced)] != forced:
-            self._guessed_by = FORCED
+            self.guessed_by = FORCED
             return forced
-        return [*drafts, *self._forced([first, *drafts], room - len(drafts))] if drafts else []
+        return [*drafts, *self.forced([first, *drafts], room - len(drafts))] if drafts else []
 
-    def _forced(self, tokens: list[int], room: int) -> list[int]:
+    def forced(self, tokens: list[int], room: int) -> list[int]:
         """What the syntax of an open call lets follow `tokens`, where that is one text only."""
         if self.generation is None or room <= 0:
             return []
@@ -378,7 +390,7 @@ class Session:
     def _region(self) -> str:
         return "prose" if self.generation is None else self.generation.region
 
-    def _room(self, max_tokens: int | None) -> int:
+    def room(self, max_tokens: int | None) -> int:
         """How many guesses may be fed after the next token."""
         room = MAX_BLOCK_TOKENS - 1
         if max_tokens is not None:
@@ -407,12 +419,24 @@ class Session:
     def _verify(self, feed: list[int], source: str) -> Step:
         """One model call on the block; commit its first token and the drafts that agree."""
         begin = time.perf_counter()
-        picks = self._picks_of(feed)
-        accepted = accepted_drafts(feed[1:], picks, self.engine.stop_ids)
-        self._timeline.commit(1 + accepted)
-        self._picked(picks[accepted])
-        self._count(len(feed), accepted, source, time.perf_counter() - begin)
-        return Step(feed[: 1 + accepted])
+        step = self.keep(feed[1:], self._picks_of(feed), source)
+        if len(feed) > 1:
+            self.policy.observe(len(feed), len(step.tokens), time.perf_counter() - begin)
+        elif self.is_drafting:
+            ahead = self.runs_ahead
+            self.policy.observe_plain(time.perf_counter() - begin, first=ahead, last=ahead)
+        self.stats.forwards += 1
+        return step
+
+    def keep(self, drafts: Sequence[int], picks: Sequence[int], source: str) -> Step:
+        """Commit the oldest open block: its first token and the `drafts` behind it that agree with
+        `picks`, what the model takes after each of its tokens."""
+        accepted = accepted_drafts(drafts, picks, self.engine.stop_ids)
+        tokens = self._timeline.commit(1 + accepted)
+        self.picked(picks[accepted])
+        self.stats.count_block(len(drafts), accepted, source)
+        self.stats.generated_tokens += len(tokens)
+        return Step(tokens)
 
     def _picks_of(self, feed: list[int]) -> list[int]:
         """Open a block on `feed`: what the model itself takes after each of its tokens."""
@@ -429,15 +453,6 @@ class Session:
             timeline.abort()
             raise
         return taken
-
-    def _count(self, rows: int, accepted: int, source: str, seconds: float) -> None:
-        if rows > 1:
-            self.policy.observe(rows, 1 + accepted, seconds)
-        elif self._is_drafting:
-            self.policy.observe_plain(seconds, first=self._runs_ahead, last=self._runs_ahead)
-        self.stats.count_block(rows - 1, accepted, source)
-        self.stats.generated_tokens += 1 + accepted
-        self.stats.forwards += 1
 
     def stream(
         self,
@@ -458,17 +473,30 @@ class Session:
         ends. Leaving early keeps the session usable. Where the session was moved between two
         events, the text goes on from there, unless a guard watches it (StateError).
         """
+        yield from self.reply(max_tokens, stop, guard, cancel, since, raw).events()
+
+    def reply(
+        self,
+        max_tokens: int | None = None,
+        stop: Sequence[str] | None = None,
+        guard: AnyGuard | None = None,
+        cancel: Callable[[], bool] = lambda: False,
+        since: int | None = None,
+        raw: bool | None = None,
+        steps: Steps | None = None,
+    ) -> Generation:
+        """A reply that goes on from here, as `stream` writes it. steps: who takes its steps."""
         settings = self.engine.settings
         limit = settings.max_tokens if max_tokens is None else max_tokens
         if limit < -1:
             raise UsageError(f"max_tokens is `{limit}`", "give -1 for no limit, or 0 and more")
         stop = settings.stop if stop is None else [stop] if isinstance(stop, str) else stop
         before = self.tokens[since:] if since is not None else []
-        is_raw = self.engine.settings.raw if raw is None else raw
+        is_raw = settings.raw if raw is None else raw
         think = None if is_raw else self._think(len(before))
-        reply = ReplyText(self.engine.decode, self.pos, before, stop, guard, think)
+        text = ReplyText(self.engine.decode, self.pos, before, stop, guard, think)
         end = None if limit < 0 else self.pos + limit
-        yield from Generation(self, self._timeline, reply, end, cancel).events()
+        return Generation(self, self._timeline, text, end, cancel, steps or self.steps)
 
     def _think(self, said: int) -> tuple[Markers, bool] | None:
         """The markers of reasoning, and whether the prompt, all but the last `said` tokens, opened
@@ -480,7 +508,7 @@ class Session:
         return markers, opens_thinking(self.engine.decode, prompt, markers)
 
     @property
-    def _runs_ahead(self) -> bool:
+    def runs_ahead(self) -> bool:
         """Whether plain decoding may build a call while the one before runs."""
         return self.policy.runs_ahead and not self.sampler.needs_history
 
@@ -491,9 +519,9 @@ class Session:
             if first in self.engine.stop_ids:
                 yield Step([], "stop")
                 continue
-            drafts = self._propose(first, left)
-            if drafts or not self._runs_ahead:
-                yield self._verify([first, *drafts], self._guessed_by)
+            drafts = self.propose(first, left)
+            if drafts or not self.runs_ahead:
+                yield self._verify([first, *drafts], self.guessed_by)
             else:
                 yield from self._plain_steps(first, end)
 
@@ -521,16 +549,16 @@ class Session:
                 if following is not None:
                     pick, row = following
                 if timeline.open_blocks:
-                    wants = self._wants(token, end)
+                    wants = self.wants(token, end)
         finally:
             timeline.abort()
 
-    def _wants(self, token: int, end: int | None) -> bool:
+    def wants(self, token: int, end: int | None) -> bool:
         """Whether to feed guesses once the call on `token`, which runs, is done."""
-        if not self._is_drafting:
+        if not self.is_drafting:
             return False
-        room = self._room(None if end is None else end - self.pos)
-        if len(self._forced([token], room)) > 1:  # the first of them is what this call picks
+        room = self.room(None if end is None else end - self.pos)
+        if len(self.forced([token], room)) > 1:  # the first of them is what this call picks
             return True
         return self._ask(self.policy.wants, token, room) or self._is_to_measure
 
@@ -550,8 +578,8 @@ class Session:
         return pick, row
 
     def _count_plain(self, following: int, seconds: float, first: bool, last: bool) -> None:
-        self._picked(following)
-        if self._is_drafting:
+        self.picked(following)
+        if self.is_drafting:
             self.policy.observe_plain(seconds, first=first, last=last)
         self.stats.count_block(0, 0)
         self.stats.generated_tokens += 1

@@ -136,11 +136,14 @@ class Timeline:
 
     def _empty(self) -> Moment:
         """New caches, nothing read."""
+        layers = Layers(build_caches(self.model, self.limits.slack_tokens, *self._kv))
+        return Moment(layers, [], 0, 0, None, (0, 0), *self._records())
+
+    def _records(self) -> tuple[Horizon, Checkpoints]:
+        """Nothing kept for going back yet."""
         limits = self.limits
-        layers = Layers(build_caches(self.model, limits.slack_tokens, *self._kv))
         horizon = Horizon(limits.horizon_tokens, limits.budget_bytes // 2, self.recorder)
-        checkpoints = Checkpoints(limits.budget_bytes)
-        return Moment(layers, [], 0, 0, None, (0, 0), horizon, checkpoints)
+        return horizon, Checkpoints(limits.budget_bytes)
 
     @property
     def tokens(self) -> list[int]:
@@ -395,6 +398,13 @@ class Timeline:
         if not now.open and self._is_due(now):
             self._keep_checkpoint(now, now.layers.checkpoint(now.pos, "block", now.logits))
 
+    def record_bytes(self, limits: Limits) -> int:
+        """About what going back within `limits` keeps of a text that grows token by token. Known
+        after the first call."""
+        horizon = Horizon(limits.horizon_tokens, limits.budget_bytes, self.recorder)
+        row = self._logits_row_bytes + self.tape_bytes_per_token
+        return limits.horizon_tokens * row + 2 * horizon.checkpoint_bytes
+
     @property
     def tape_bytes_per_token(self) -> int:
         return 0 if self.recorder is None else self.recorder.row_bytes
@@ -599,12 +609,22 @@ class Timeline:
 
     # -- branches and files -----------------------------------------------------------------------
 
-    def fork(self) -> Timeline:
-        """An independent twin at the same position. Rows are shared until both have written."""
+    def fork(self, limits: Limits | None = None) -> Timeline:
+        """An independent twin at the same position. Rows are shared until both have written.
+
+        limits: the twin's own; what was kept for going back from here then stays behind.
+        """
         self.abort()
         twin = copy.copy(self)
         twin._now = self._without_redo(self._now)._replace(layers=self._now.layers.fork())
         twin.counters, twin.observer = Counters(), None
+        if limits is not None:
+            twin.limits = limits
+            horizon, checkpoints = twin._records()
+            here = (self.pos, self.pos)
+            twin._now = twin._now._replace(
+                horizon=horizon, checkpoints=checkpoints, last_block=here
+            )
         return twin
 
     def state(self) -> dict[str, Any]:

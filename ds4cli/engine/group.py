@@ -1,0 +1,339 @@
+"""Sessions of one engine, stepped together: one model call for the blocks of all.
+
+A `Lane` writes one session's reply. It goes on by itself, with its own guard, stop strings and
+repairs; only the model calls, and the picks from their rows, are made for all lanes at once. So
+what a lane says is what its session would have said alone.
+
+    Group.call              what every lane feeds next, in one call; its picks are on their way
+    Lane.has_step           whether something waits for who reads the lane
+    next(Lane.events)       commits the lane's part of a call, and shows what it did
+
+Plain lanes run one call ahead, as a session alone does: two parts are open then. The only lane of a
+group steps as its session does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from ds4cli.arrays import integers
+from ds4cli.engine.engine import Engine
+from ds4cli.engine.generation import Event
+from ds4cli.engine.session import FORCED, Session, Step
+from ds4cli.rewind.timeline import Timeline
+from ds4cli.rewind.together import evaluate_together, feed_together
+from ds4cli.sampling import Asked, pick_together, refuse_nan
+
+# A block's tokens: the next one and guesses, or what the call before picks, (1,), not known yet.
+Feed = list[int] | mx.array
+
+
+class Picks:
+    """What follows each row of one call: int32 (rows,), read when the first lane asks."""
+
+    def __init__(self, array: mx.array, lanes: int):
+        self.array, self.lanes = array, lanes
+        self._values: list[int] = []
+
+    def values(self, start: int, stop: int) -> list[int]:
+        """Waits for the call."""
+        if not self._values:
+            self._values = integers(self.array)
+        return self._values[start:stop]
+
+
+class Part(NamedTuple):
+    """What a lane has of a call: its rows (k, V) are rows start .. start + k of all."""
+
+    drafts: list[int]
+    source: str
+    rows: mx.array
+    picks: Picks
+    start: int
+
+    @property
+    def following(self) -> mx.array:
+        """What its only row picks, (1,), without waiting for it."""
+        return self.picks.array[self.start : self.start + 1]
+
+    def values(self) -> list[int]:
+        """What follows each of its rows, once the call is done. ModelError for no number."""
+        taken = self.picks.values(self.start, self.start + len(self.rows))
+        refuse_nan(self.rows, taken)
+        return taken
+
+
+class Lane:
+    """A session of a group, and the reply that it writes. events: as `Session.stream` has them."""
+
+    def __init__(self, group: Group, session: Session, limits: dict[str, Any]):
+        self.session = session
+        self._group = group
+        self._reply = session.reply(**limits, steps=self._steps)
+        session.generation = self._reply  # its first block may be opened before it is begun
+        self.timeline = self._reply.timeline
+        self._open: deque[Part] = deque()
+        self._runs_ahead = False  # a block may be opened on top of the one that is open
+        self._drafts: list[int] = []
+        self._step: Step | None = None
+        self._error: Exception | None = None
+        self._alone: Generator[Step, None, None] | None = None  # while there is no other lane
+        self.events = self._events()
+
+    def _events(self) -> Generator[Event, None, None]:
+        try:
+            for event in self._reply.events():
+                if event.finish_reason is not None:
+                    self._group.leave(self)  # before the next call for all
+                yield event
+        finally:
+            self._group.leave(self)
+
+    @property
+    def has_step(self) -> bool:
+        """Whether the next event is there to take, or is the lane's own affair."""
+        if self._alone is not None and not self._is_only:
+            self._end_alone()
+        if self._alone is None and self.timeline.open_blocks != len(self._open):
+            self._open.clear()  # the session was moved
+        waits = self._step is not None or self._error is not None
+        return waits or self._is_only or len(self._open) > self._runs_ahead
+
+    @property
+    def _is_only(self) -> bool:
+        """Whether the session steps by itself, for there is no other lane."""
+        return self._group.lanes == [self] and not self._open
+
+    def _end_alone(self) -> None:
+        if self._alone is not None:
+            self._alone.close()
+            self._alone = None
+
+    # -- what the group asks ----------------------------------------------------------------------
+
+    def feed(self) -> Feed | None:
+        """The lane's next block; None while it has a step that nobody took."""
+        if self.has_step:
+            return None
+        if self._open:
+            return self._open[0].following
+        try:
+            return self._known_feed()
+        except Exception as error:  # the other lanes are not to suffer
+            self._error = error
+            return None
+
+    def _known_feed(self) -> list[int] | None:
+        session = self.session
+        first = session.next_token()
+        if first in session.engine.stop_ids:
+            self._step = Step([], "stop")
+            return None
+        self._drafts = self._group.drafts(session, first, self._left)
+        return [first, *self._drafts]
+
+    @property
+    def _left(self) -> int | None:
+        end = self._reply.end
+        return None if end is None else end - self.timeline.pos
+
+    def asked(self, rows: mx.array, feed: Feed) -> Asked:
+        """What the block's rows (k, V), just opened, are to be picked with."""
+        session, timeline = self.session, self.timeline
+        history = [*timeline.tokens, *feed] if session.sampler.needs_history else ()
+        return Asked(session.sampler, rows, timeline.pos + 1 + len(self._open), history)
+
+    def opened(self, rows: mx.array, picks: Picks, start: int) -> None:
+        """The block that `feed` gave is part of a call that runs."""
+        session = self.session
+        self._open.append(Part(self._drafts, session.guessed_by, rows, picks, start))
+        session.stats.forwards += 1
+        if len(self._open) == 1:
+            self._runs_ahead = not self._drafts and self._may_run_ahead
+        self._drafts = []
+
+    @property
+    def _may_run_ahead(self) -> bool:
+        """Whether the oldest open block may be built on before its pick is known."""
+        left = self._left
+        is_last = left is not None and left <= 1
+        alone = is_last or self.timeline.leaves_checkpoint(1)
+        return self.session.runs_ahead and not alone
+
+    def fail(self, error: Exception) -> None:
+        """`error` is what the lane's next event will raise."""
+        self._error = error
+
+    def forget(self) -> None:
+        """Nothing that is not committed stays."""
+        self._end_alone()
+        self.timeline.abort()
+        self._open.clear()
+        self._step = self._error = None
+
+    # -- what the reply asks ----------------------------------------------------------------------
+
+    def _steps(self, end: int | None) -> Generator[Step, None, None]:
+        """The session's steps, see `Session.steps`."""
+        try:
+            while True:
+                while not self.has_step:
+                    self._group.call()
+                step = self._take(end)
+                if step is not None:
+                    yield step
+        finally:
+            self.forget()
+
+    def _take(self, end: int | None) -> Step | None:
+        """The step that waits; None where the call it was part of failed."""
+        step, error, self._step, self._error = self._step, self._error, None, None
+        if error is not None:
+            raise error
+        if step is None and self._is_only:
+            self._alone = self._alone or self.session.steps(end)
+            step = next(self._alone)
+        return step or self._commit()
+
+    def _commit(self) -> Step | None:
+        part, session = self._open[0], self.session
+        try:
+            taken = part.values()
+        except RuntimeError as error:
+            if part.picks.lanes == 1:
+                raise
+            self._group.part(error)
+            return None
+        self._open.popleft()
+        step = session.keep(part.drafts, taken, part.source)
+        following = session.next_token()
+        if following in session.engine.stop_ids:
+            self.forget()
+        elif self._open:
+            wants = self._group.wants(session, following, self._reply.end)
+            self._runs_ahead = not wants and self._may_run_ahead
+        return step
+
+
+class Group:
+    """Lanes over one engine. warn: told what takes the lanes apart again.
+
+    ModelError, with the reason, for a model whose sessions cannot be stepped together.
+    """
+
+    def __init__(self, engine: Engine, warn: Callable[[str], None] = lambda text: None):
+        self.lanes: list[Lane] = []
+        self._hooks = engine.lanes()
+        self._warn = warn
+        self._is_apart = False  # one after the other, because calls for all fail
+
+    def close(self) -> None:
+        """No lane is written any more; the model is as it was."""
+        for lane in list(self.lanes):
+            self.leave(lane)
+        self._hooks.disarm()
+
+    def join(self, session: Session, **limits: Any) -> Lane:
+        """Write a reply from where `session` stands, among the others. limits: as for
+        `Session.stream`. The session is the lane's until its events have ended, or `leave`."""
+        lane = Lane(self, session, limits)
+        self.lanes.append(lane)
+        return lane
+
+    def leave(self, lane: Lane) -> None:
+        """The lane is written no further; its session stands where its last event left it."""
+        if lane in self.lanes:
+            self.lanes.remove(lane)
+            lane.forget()
+
+    # -- one call ---------------------------------------------------------------------------------
+
+    def call(self) -> None:
+        """Open the next block of every lane that has no step to take, all in one model call."""
+        due = [(lane, feed) for lane in self.lanes if (feed := lane.feed()) is not None]
+        if self._is_apart:
+            self._call_each(due)
+        elif due:
+            try:
+                self._open(due)
+            except Exception as error:  # what one lane brought about, or all together
+                if len(due) > 1:
+                    self.part(error)
+                else:
+                    due[0][0].fail(error)
+
+    def _open(self, due: Sequence[tuple[Lane, Feed]]) -> None:
+        timelines, feeds = [lane.timeline for lane, _ in due], [feed for _, feed in due]
+        rows = self._feed(timelines, feeds)
+        try:
+            asked = [lane.asked(r, feed) for (lane, feed), r in zip(due, rows, strict=True)]
+            picks = Picks(pick_together(asked), len(due))
+            _evaluate(timelines, picks.array)
+        except BaseException:
+            for timeline in timelines:
+                timeline.abort()
+            raise
+        start = 0
+        for (lane, _), own in zip(due, rows, strict=True):
+            lane.opened(own, picks, start)
+            start += len(own)
+
+    def _feed(self, timelines: list[Timeline], feeds: list[Feed]) -> list[mx.array]:
+        if len(timelines) == 1:
+            return [timelines[0].feed(feeds[0])]
+        return feed_together(timelines, feeds, self._hooks)
+
+    def part(self, error: Exception) -> None:
+        """A call for all failed: what is open is undone, and each lane goes on with a call of its
+        own. Where that fails for none of them, it is the joint call that cannot be."""
+        for lane in self.lanes:
+            lane.forget()
+        due = [(lane, feed) for lane in self.lanes if (feed := lane.feed()) is not None]
+        if not self._call_each(due):
+            self._is_apart = True
+            self._warn(f"one at a time from here on, for a call for {len(due)} failed: {error}")
+
+    def _call_each(self, due: Sequence[tuple[Lane, Feed]]) -> int:
+        """A call for each; how many failed."""
+        failed = 0
+        for lane, feed in due:
+            try:
+                self._open([(lane, feed)])
+            except Exception as error:
+                lane.fail(error)
+                failed += 1
+        return failed
+
+    # -- guesses ----------------------------------------------------------------------------------
+
+    def _shares_out(self, session: Session) -> bool:
+        """Whether it is decided here, not by the session, if guesses pay."""
+        policy = session.policy
+        is_shared = len(self.lanes) > 1 and session.is_drafting
+        return is_shared and policy.chooses and policy.runs_ahead
+
+    def drafts(self, session: Session, first: int, left: int | None) -> list[int]:
+        """Guesses for what follows `first`, which a lane feeds next."""
+        if not self._shares_out(session):
+            return session.propose(first, left)
+        session.guessed_by = FORCED
+        return session.forced([first], session.room(left))
+
+    def wants(self, session: Session, token: int, end: int | None) -> bool:
+        """Whether a lane is to stop running ahead, to feed guesses behind `token`."""
+        if not self._shares_out(session):
+            return session.wants(token, end)
+        left = None if end is None else end - session.pos
+        return len(session.forced([token], session.room(left))) > 1
+
+
+def _evaluate(timelines: list[Timeline], picks: mx.array) -> None:
+    """Start the work on the newest block of each."""
+    if len(timelines) == 1:
+        timelines[0].evaluate(picks, wait=False)
+    else:
+        evaluate_together(timelines, picks, wait=False)

@@ -1,0 +1,299 @@
+"""Sessions stepped together: each says what it says alone, whatever happens to the others."""
+
+import pytest
+from oracle import FAMILIES, Letters, OracleDrafter, check, engine, prompt
+from test_repair import PROMPT, ScriptedModel
+from test_tools_exact import BAD, LENGTH, FakeModel
+from tiny import build
+from toolkit import TOOLS, tokenizer
+
+from ds4cli.engine.engine import Engine
+from ds4cli.engine.group import Group
+from ds4cli.errors import ModelError
+from ds4cli.settings import Settings
+from ds4cli.tools import Guard
+
+KINDS = (
+    {"temp": 0.0},
+    {"temp": 0.8, "seed": 3},
+    {"temp": 1.3, "seed": 4, "top_p": 0.9, "min_p": 0.02},
+    {"temp": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+    {"temp": 0.7, "logit_bias": {5: 2.0, 9: -50.0}, "presence_penalty": 0.4},
+)
+SIZES = (5, 12, 1, 9, 20)
+
+
+def said(events):
+    """Tokens, text and the reason of a whole reply."""
+    events = list(events)
+    tokens = [t for event in events for t in event.tokens]
+    return tokens, "".join(event.text for event in events), events[-1].finish_reason
+
+
+def sessions(made, attempts=(0,), kinds=KINDS):
+    """One session a kind and attempt, over prompts of several lengths."""
+    for attempt in attempts:
+        for i, kind in enumerate(kinds):
+            session = made.session()
+            session.use(Settings(**kind))
+            session.attempt = attempt
+            session.sync(prompt(SIZES[i % len(SIZES)], seed=1 + i))
+            yield session
+
+
+def alone(made, limits, **how):
+    return [said(s.stream(**limit)) for s, limit in zip(sessions(made, **how), limits, strict=True)]
+
+
+def written(group, lanes):
+    """Write lanes to their end, in rounds as a batch does."""
+    found = {lane: [] for lane in lanes}
+    while group.lanes:
+        group.call()
+        for lane in [lane for lane in group.lanes if lane.has_step]:
+            event = next(lane.events, None)
+            if event is not None:
+                found[lane].append(event)
+    return [said(found[lane]) for lane in lanes]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_lanes_say_what_each_says_alone(name):
+    """A row of another lane in a state, noise of another position, one lane's penalties for all."""
+    made = engine(name)
+    limits = [{"max_tokens": n} for n in (17, 9, 70, 6, 12, 1, 8, 20, 3, 10)]
+    truth = alone(made, limits, attempts=(0, 1))
+    group = Group(made)
+    joined = list(sessions(made, attempts=(0, 1)))
+    lanes = [group.join(s, **limit) for s, limit in zip(joined, limits, strict=True)]
+    assert written(group, lanes) == truth
+    for session in joined[:3]:
+        check(made.model, session)
+
+
+def test_lanes_that_join_and_end_leave_the_others_alone():
+    """A call that runs ahead belonged to a lane that had ended; a new one was given its row."""
+    made, limits = engine("qwen3_next"), [{"max_tokens": n} for n in (4, 30, 11, 2, 19)]
+    truth, group = alone(made, limits), Group(made)
+    waiting = list(zip(sessions(made), limits, strict=True))
+    found, lanes = {}, []
+    while waiting or group.lanes:
+        while waiting and len(group.lanes) < 3:
+            session, limit = waiting.pop(0)
+            lanes.append(group.join(session, **limit))
+        group.call()
+        for lane in [lane for lane in group.lanes if lane.has_step]:
+            found.setdefault(lane, []).extend(filter(None, [next(lane.events, None)]))
+    assert [said(found[lane]) for lane in lanes] == truth
+
+
+def test_a_lane_can_be_read_without_the_others():
+    """A lane that nobody reads was given one block after the other, or held up all."""
+    made, limits = engine("llama"), [{"max_tokens": 9}] * 5
+    truth, group = alone(made, limits), Group(made)
+    lanes = [group.join(s, **limit) for s, limit in zip(sessions(made), limits, strict=True)]
+    assert [said(lane.events) for lane in reversed(lanes)] == truth[::-1]
+
+
+def test_plain_lanes_need_one_call_a_token_and_run_ahead(monkeypatch):
+    """Waiting for each call before the next one is built leaves the machine idle."""
+    made = engine("llama")
+    group = Group(made)
+    kinds = KINDS[:3]
+    for session in sessions(made, kinds=kinds):
+        group.join(session, max_tokens=10)
+    ahead, calls, open_calls = [], [], type(group)._open
+
+    def noted(self, due):
+        calls.append(len(due))
+        ahead.append([lane.timeline.open_blocks for lane, _ in due])
+        open_calls(self, due)
+
+    monkeypatch.setattr(Group, "_open", noted)
+    written(group, list(group.lanes))
+    assert calls == [3] * 10
+    assert ahead == [[0] * 3] + [[1] * 3] * 9
+
+
+def test_stop_strings_and_ends_of_text_are_each_lanes_own():
+    """A stop that goes back over tokens took the neighbours along."""
+    made = engine("qwen3_next")
+    first, *_ = alone(made, [{"max_tokens": 30}] * 5)
+    made.stop_ids = {first[0][11]}
+    limits = [{"max_tokens": 30, "stop": [first[1][5:8]]}, *[{"max_tokens": 30}] * 4]
+    truth, group = alone(made, limits), Group(made)
+    lanes = [group.join(s, **limit) for s, limit in zip(sessions(made), limits, strict=True)]
+    assert written(group, lanes) == truth
+    assert truth[0][2] == "stop" and truth[0][0] == first[0][:5]
+
+
+def test_a_cancelled_lane_ends_and_the_others_go_on():
+    made, stop = engine("qwen3_next"), []
+    truth, group = alone(made, [{"max_tokens": 12}] * 5), Group(made)
+    limits = [{"max_tokens": 12}] * 5
+    limits[1] = {"max_tokens": 12, "cancel": lambda: bool(stop)}
+    lanes = [group.join(s, **limit) for s, limit in zip(sessions(made), limits, strict=True)]
+    found = {lane: [] for lane in lanes}
+    while group.lanes:
+        group.call()
+        for lane in [lane for lane in group.lanes if lane.has_step]:
+            found[lane].append(next(lane.events, None))
+        if len(found[lanes[1]]) == 4:
+            stop.append(True)
+        if len(found[lanes[2]]) == 6:
+            group.leave(lanes[2])
+    done = [said(filter(None, found[lane])) for lane in lanes]
+    assert done[1][2] == "cancelled" and done[1][0] == truth[1][0][: len(done[1][0])]
+    assert [done[i] for i in (0, 3, 4)] == [truth[i] for i in (0, 3, 4)]
+    assert lanes[2].session.tokens[1:] == truth[2][0][:6]
+    check(made.model, lanes[2].session)
+    assert said(lanes[2].session.stream(max_tokens=6))[0] == truth[2][0][6:]
+
+
+def test_a_lane_that_is_moved_goes_on_from_there():
+    """What its call ahead had picked was taken for what follows the new place."""
+    made = engine("gemma3_text")
+    truth, group = alone(made, [{"max_tokens": 12}] * 5), Group(made)
+    lanes = [group.join(s, max_tokens=12) for s in sessions(made)]
+    for i in range(40):
+        group.call()
+        for lane in [lane for lane in group.lanes if lane.has_step]:
+            next(lane.events, None)
+        if i == 5:
+            lanes[1].session.rewind(lanes[1].session.pos - 2)
+    assert [lane.session.tokens[-12:] for lane in lanes] == [tokens for tokens, *_ in truth]
+
+
+def test_numbers_that_are_none_cost_one_lane(monkeypatch):
+    """The neighbours of a lane whose row is not a number stopped, or said token 0 for ever."""
+    made = engine("llama")
+    truth, group = alone(made, [{"max_tokens": 12}] * 5), Group(made)
+    joined = list(sessions(made))
+    lanes = [group.join(s, max_tokens=12) for s in joined]
+    for _ in range(4):
+        group.call()
+        for lane in lanes:
+            if lane.has_step:
+                next(lane.events)
+    cache = joined[2]._timeline.adapters[0].cache
+    cache.values = cache.values * float("nan")
+    found = {lane: [] for lane in lanes}
+    while group.lanes:
+        group.call()
+        for lane in [lane for lane in group.lanes if lane.has_step]:
+            try:
+                next(lane.events, None)
+            except ModelError as error:
+                found[lane] = str(error)
+    assert [i for i, lane in enumerate(lanes) if found[lane]] == [2]
+    for i in (0, 1, 3, 4):
+        assert joined[i].tokens[-12:] == truth[i][0]
+
+
+def test_an_exception_in_one_lanes_part_is_that_lanes_own(monkeypatch):
+    """An error in a joint call ended every lane, or left a block open in some."""
+    made = engine("qwen3_next")
+    truth, group = alone(made, [{"max_tokens": 12}] * 5), Group(made)
+    joined = list(sessions(made))
+    lanes = [group.join(s, max_tokens=12) for s in joined]
+    failed, rounds = {}, 0
+    while group.lanes:
+        rounds += 1
+        if rounds == 5:
+            bad = joined[3]._timeline
+            monkeypatch.setattr(bad._now.layers, "before_write", lambda: 1 / 0)
+        group.call()
+        for lane in [lane for lane in group.lanes if lane.has_step]:
+            try:
+                next(lane.events, None)
+            except ZeroDivisionError as error:
+                failed[lane] = error
+    assert list(failed) == [lanes[3]]
+    for i in (0, 1, 2, 4):
+        assert joined[i].tokens[-12:] == truth[i][0]
+        check(made.model, joined[i])
+
+
+@pytest.mark.parametrize("when", ["fed", "evaluated"])
+def test_a_joint_call_that_cannot_be_is_said_and_made_one_by_one(monkeypatch, when):
+    """A batch ended because there was no memory for eight at a time."""
+    made, heard = engine("qwen3_next"), []
+    truth, group = alone(made, [{"max_tokens": 12}] * 5), Group(made, heard.append)
+    joined = list(sessions(made))
+    lanes = [group.join(s, max_tokens=12) for s in joined]
+    calls = []
+
+    def fail(*args, **how):
+        calls.append(1)
+        raise RuntimeError("no memory")
+
+    for _ in range(3):
+        group.call()
+        for lane in lanes:
+            if lane.has_step:
+                next(lane.events)
+    name = {"fed": "feed_together", "evaluated": "evaluate_together"}[when]
+    monkeypatch.setattr(f"ds4cli.engine.group.{name}", fail)
+    written(group, lanes)
+    assert [s.tokens[-12:] for s in joined] == [tokens for tokens, *_ in truth]
+    assert len(heard) == len(calls) == 1 and "no memory" in heard[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
+def test_lanes_with_guesses_say_what_they_say_without(name):
+    """Blocks of unlike length in one call: a lane kept another one's guesses."""
+    made = engine(name, speculate="always")
+    truth, group = alone(made, [{"max_tokens": 25}] * 5), Group(made)
+    joined = list(sessions(made))
+    for i, (session, (tokens, *_)) in enumerate(zip(joined, truth, strict=True)):
+        session.drafter = OracleDrafter([*session.tokens, *tokens], (0.9, 0.5, 0.8, 1.0, 0.3)[i])
+    lanes = [group.join(s, max_tokens=25) for s in joined]
+    assert written(group, lanes) == truth
+    assert sum(s.stats.accepted for s in joined) > 30
+    check(made.model, joined[1])
+
+
+@pytest.mark.parametrize("name", list(BAD)[:4])
+def test_a_repair_stays_in_its_lane(name):
+    """A lane that goes back to mend a tool call took its neighbours along."""
+
+    def begun(seed, temp):
+        wrapper = tokenizer(name)
+        fake = FakeModel(wrapper, BAD[name], seed, 0.05)
+        made = Engine(ScriptedModel(fake), wrapper, Settings(temp=temp, drafter="none"))
+        return made, wrapper
+
+    made, wrapper = begun(1, 1.0)
+    temps, truth, joined = (0.0, 1.0, 0.0, 1.2), [], []
+    for into in (truth, joined):
+        for seed, temp in enumerate(temps):
+            session = made.session()
+            session.use(Settings(temp=temp, seed=seed))
+            session.sync(PROMPT)
+            into.append(session)
+    expected = [said(s.stream(max_tokens=LENGTH, guard=Guard(wrapper, TOOLS))) for s in truth]
+    group = Group(made)
+    lanes = [group.join(s, max_tokens=LENGTH, guard=Guard(wrapper, TOOLS)) for s in joined]
+    assert written(group, lanes) == expected
+    repairs = [len(s.stats.repairs) for s in joined]
+    assert repairs == [len(s.stats.repairs) for s in truth] and sum(repairs) > 2
+
+
+def test_a_model_that_cannot_be_stepped_together_is_named(monkeypatch):
+    class Refusing:
+        @classmethod
+        def arm(cls, model):
+            raise ModelError("its layers look at each other")
+
+    monkeypatch.setattr("ds4cli.engine.group.Lanes", Refusing)
+    with pytest.raises(ModelError, match="look at each other"):
+        Group(engine("llama"))
+
+
+def test_letters_of_every_lane_are_its_own():
+    """The text of an event came from the tokens of another lane."""
+    made = Engine(build("llama", scale=2.0), Letters(), Settings(drafter="none"))
+    group = Group(made)
+    lanes = [group.join(s, max_tokens=8) for s in sessions(made)]
+    for tokens, text, _ in written(group, lanes):
+        assert text == Letters().decode(tokens)
