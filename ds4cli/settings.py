@@ -63,6 +63,8 @@ class Option:
         """What stands for the value in `--help`."""
         if self.choices:
             return "NAME"
+        if self.auto:
+            return f"N|{AUTO}"
         words = {str: "TEXT", int: "INT", float: "NUMBER", list: "TEXT", dict: "ID=VALUE"}
         words[Table] = "JSON"
         return words.get(self.kind, "")

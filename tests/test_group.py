@@ -1,7 +1,7 @@
 """Sessions stepped together: each says what it says alone, whatever happens to the others."""
 
 import pytest
-from oracle import FAMILIES, Letters, OracleDrafter, check, engine, prompt
+from oracle import Letters, OracleDrafter, check, engine, prompt
 from test_repair import PROMPT, ScriptedModel
 from test_tools_exact import BAD, LENGTH, FakeModel
 from tiny import build
@@ -57,7 +57,7 @@ def written(group, lanes):
     return [said(found[lane]) for lane in lanes]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "mamba2", "falcon_h1", "gemma3_text"])
 def test_lanes_say_what_each_says_alone(name):
     """A row of another lane in a state, noise of another position, one lane's penalties for all."""
     made = engine(name)
@@ -201,7 +201,7 @@ def test_an_exception_in_one_lanes_part_is_that_lanes_own(monkeypatch):
         rounds += 1
         if rounds == 5:
             bad = joined[3]._timeline
-            monkeypatch.setattr(bad._now.layers, "before_write", lambda: 1 / 0)
+            monkeypatch.setattr(bad._now.layers, "before_write", lambda *_: 1 / 0)
         group.call()
         for lane in [lane for lane in group.lanes if lane.has_step]:
             try:
@@ -279,15 +279,10 @@ def test_a_repair_stays_in_its_lane(name):
     assert repairs == [len(s.stats.repairs) for s in truth] and sum(repairs) > 2
 
 
-def test_a_model_that_cannot_be_stepped_together_is_named(monkeypatch):
-    class Refusing:
-        @classmethod
-        def arm(cls, model):
-            raise ModelError("its layers look at each other")
-
-    monkeypatch.setattr("ds4cli.engine.group.Lanes", Refusing)
-    with pytest.raises(ModelError, match="look at each other"):
-        Group(engine("llama"))
+def test_a_model_that_cannot_be_stepped_together_is_named():
+    """A batch ended where one line at a time would do."""
+    with pytest.raises(ModelError, match="llama4"):
+        Group(engine("llama4"))
 
 
 def test_letters_of_every_lane_are_its_own():
