@@ -206,13 +206,43 @@ def test_a_text_that_the_sizes_of_calls_change_is_no_mismatch():
     for case in ("ngram:0.8", "half-wrong:0.8"):
         (found,) = check.examine(lab, (), f"speculative:19:{case}")
         assert found.is_ok and found.detail.startswith("as the stock model says in ")
-    course = check.Course(lab.engine.session(), exam.prompt)
+    course = exam.course()
     course.decode(19 + check.LENGTH)
     assert exam.judge(course)[0]
     course.session.rewind(25)
     course.session.sync([*course.session.tokens, (course.session.next_token() + 1) % V])
-    course.calls = [(26, 26)]
     assert not exam.judge(course)[0]
+
+
+def test_limits_do_not_grow_where_the_stock_model_differs_from_itself():
+    """Guards: a fault as large as what the sizes of calls change there passes as rounding."""
+    lab = lab_of("plamo3")
+    exam = check.Examiner(lab, Reference(lab.engine.model), 40)
+    whole = [*exam.prompt, *range(1, 9)]
+    course, single = exam.course(), exam.single_rows(whole)
+    course.session.sync(whole)
+    assert check.difference(course.session.logits, single[-1]) > check.EXACT_LIMIT == exam.limit
+    worst, detail = exam.compare(course, whole, single, onward=0)
+    assert worst == 0 and detail.startswith("as the stock model says in ")
+    wrong = course.session.logits + check.EXACT_LIMIT * 100
+    worst, detail = exam.nearest(course, single, lambda rows: check.difference(wrong, rows[-1]))
+    assert worst > exam.limit and not detail
+
+
+def test_a_course_knows_the_calls_of_its_tokens():
+    """Guards: a reference fed in other calls than the session was."""
+    lab = lab_of("qwen3_next")
+    course = check.Examiner(lab, Reference(lab.engine.model), 19).course()
+    session, read = course.session, sum(kept for kept, _ in course.calls)
+    assert read == 19
+    before, wrong = course.calls, [0, 0, 0]
+    session.step(drafts=wrong)
+    assert course.calls[:-1] == before and course.calls[-1] == (session.pos - 19, 4)
+    twin = course.fork()
+    twin.session.sync([*twin.session.tokens, 1, 2])
+    session.rewind(3)
+    assert sum(kept for kept, _ in course.calls) == 3 and course.calls[0][0] == 3
+    assert twin.calls[-1] == (2, 2)
 
 
 def test_the_reference_has_none_of_our_code():

@@ -114,15 +114,14 @@ def _checked(lab: Lab, request: BenchRequest) -> report.Report:
     from ds4cli.bench import check
 
     findings: list[Finding] = []
-    notes: list[str] = []
     contexts = lab.matrix.contexts if request.own_contexts else check.contexts(lab)
-    for finding in check.examine(lab, contexts, request.case, notes):
+    for finding in check.examine(lab, contexts, request.case):
         findings.append(finding)
         if not finding.is_ok:
             _note(f"does not hold: {finding.case} {finding.detail}", request)
     if not findings:
         raise UsageError(f"there is no case `{request.case}`", "take one that a check printed")
-    return report.Report(machine.environment(lab.engine), findings=findings, notes=notes)
+    return report.Report(machine.environment(lab.engine), findings=findings)
 
 
 def _failures(found: report.Report, request: BenchRequest, chosen: Settings) -> bool:

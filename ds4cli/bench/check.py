@@ -2,14 +2,16 @@
 
 The reference is the stock model with stock caches. In float32 logits must agree to `EXACT_LIMIT`
 and every token must be the same; in half precision the rounding of a call depends on its length, so
-there each token must be near the reference's best, and the largest distance is printed.
+there each token must be near the reference's best, and the largest distance is printed. No limit
+grows with what the model's own rounding does: where long and short calls of the stock model differ,
+it is fed in the very calls that the session's tokens came from.
 """
 
 from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,6 @@ from ds4cli.rewind.plan import call_sizes
 from ds4cli.sampling import Sampler
 
 EXACT_LIMIT = 2e-5
-# Where a model's own rounding is larger, as between long and short calls of the stock model.
-NOISE_FACTOR = 4
 LENGTH = 24  # tokens generated where texts are compared
 ONWARD = 3  # tokens read after a rewind, to see that every layer stands where it should
 DEPTHS = 8  # random positions
@@ -61,28 +61,45 @@ class Finding:
 
 
 class Course:
-    """A session's way through a text. calls: how many tokens each model call kept and was fed."""
+    """A session, and which model calls its tokens came from: it stands in for the timeline's model
+    and notes where each call began and how many tokens it was given."""
 
-    def __init__(self, session: Session, prompt: Sequence[int]):
+    def __init__(self, session: Session, made: Iterable[tuple[int, int]] = ()):
         self.session = session
-        self.calls: list[tuple[int, int]] = []
-        session.sync(prompt, progress=self._note_read)
+        self._timeline = session._timeline
+        self._model = self._timeline.model
+        self._made = list(made)  # begin and size of each call, up to the last one
+        self._timeline.model = self
 
-    def _note_read(self, done: int, total: int) -> None:
-        size = done - sum(kept for kept, _ in self.calls)
-        self.calls += [(size, size)] if size else []
+    def __call__(self, ids: mx.array, **options: Any) -> mx.array:
+        begin = self._timeline.pos + self._timeline.open_tokens
+        self._made = [call for call in self._made if call[0] < begin]
+        self._made.append((begin, ids.shape[1]))
+        return self._model(ids, **options)
 
-    def step(self, max_tokens: int, drafts: Sequence[int] | None = None) -> None:
-        """One block."""
-        session = self.session
-        pos, fed = session.pos, session.counters.fed_tokens
-        session.step(max_tokens, drafts)
-        self.calls.append((session.pos - pos, session.counters.fed_tokens - fed))
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    @property
+    def calls(self) -> list[tuple[int, int]]:
+        """How many tokens each call kept and was fed, for the tokens up to where it stands."""
+        pos = self.session.pos
+        made = [call for call in self._made if call[0] < pos]
+        ends = [*(begin for begin, _ in made[1:]), pos]
+        return [(end - begin, size) for (begin, size), end in zip(made, ends, strict=True)]
+
+    def fork(self) -> Course:
+        return self.goes_on(self.session.fork())
+
+    def goes_on(self, session: Session) -> Course:
+        """`session` stands where this one does, and came there the same way."""
+        session._timeline.model = self._model
+        return Course(session, self._made)
 
     def decode(self, end: int) -> None:
         """Blocks, drafted as the session likes, up to position `end`."""
         while self.session.pos < end:
-            self.step(end - self.session.pos)
+            self.session.step(end - self.session.pos)
 
 
 class Examiner:
@@ -92,27 +109,8 @@ class Examiner:
         self.lab, self.reference, self.context = lab, reference, context
         self.prompt = lab.text.take(context)
         self._said: dict[float, list[int]] = {}
-        self._read: Session | None = None
-        self.noise = self._noise()
-        floor = EXACT_LIMIT if lab.is_exact else HALF_PRECISION_MARGIN
-        self.limit = max(floor, NOISE_FACTOR * self.noise)
-
-    def _noise(self) -> float:
-        """What the stock model differs from itself by when it is fed in long and in short calls."""
-        n = min(self.context, 64)
-        long = self.reference.rows(self.prompt[:n], [n])
-        short = self.reference.rows(self.prompt[:n], call_sizes(n, self.lab.matrix.block, n))
-        return max(difference(a, b) for a, b in zip(short, long, strict=True))
-
-    def notes(self) -> list[str]:
-        """What a reader must know about the limit."""
-        if self.limit == NOISE_FACTOR * self.noise:
-            return [
-                f"At context {self.context} the stock model differs from itself by "
-                f"{self.noise:.1e} between long and short calls, so {NOISE_FACTOR} times that is "
-                "allowed."
-            ]
-        return []
+        self._read: Course | None = None
+        self.limit = EXACT_LIMIT if lab.is_exact else HALF_PRECISION_MARGIN
 
     def finding(self, *where: object, **fields: Any) -> Finding:
         return Finding(":".join(map(str, where)), limit=self.limit, **fields)
@@ -131,10 +129,11 @@ class Examiner:
         other.stop_ids = set()
         return other
 
-    def session(self) -> Session:
+    def course(self) -> Course:
         """A session that has read the prompt: a branch of one that is kept for that."""
         if self._read is None:
-            self._read = self.lab.session(self.prompt)
+            self._read = Course(self.lab.session())
+            self._read.session.sync(self.prompt)
         return self._read.fork()
 
     def plain(self, n: int, temp: float = 0.0) -> list[int]:
@@ -151,26 +150,48 @@ class Examiner:
         sampler = Sampler(replace(engine.settings, temp=temp), engine.token_limit)
         return lambda row, tokens: integer(sampler.pick(row[None], len(tokens), tokens))
 
-    def judge(self, course: Course, temp: float = 0.0) -> tuple[bool, str]:
-        """Whether a text in float32 is what the stock model says, and what to know about that.
+    def stock(self, course: Course) -> Iterator[tuple[str, mx.array]]:
+        """The stock model's own rows (n, V) of a session's text, in words and in numbers.
 
         Some models answer otherwise by the rows of a call alone, on their own too: kernels differ,
         and Plamo 3 sees one position more in a call of many rows than its cache keeps for one row.
-        So a text that differs from one token a call is held against the stock model in calls of the
-        same sizes, and in one call, which needs no cache.
+        So a text is held against the stock model in calls of the same sizes, and in one call, which
+        needs no cache.
         """
+        tokens = course.session.tokens
+        yield (
+            "as the stock model says in calls of these sizes",
+            self.reference.rows_of_calls(tokens, course.calls),
+        )
+        yield "as the stock model says in one call", self.reference.rows(tokens, [len(tokens)])
+
+    def judge(self, course: Course, temp: float = 0.0) -> tuple[bool, str]:
+        """Whether a text in float32 is what the stock model says, and what to know about that."""
         tokens = course.session.tokens
         if tokens == self.plain(len(tokens) - self.context, temp):
             return True, ""
-        if self._says(tokens, self.reference.rows_of_calls(tokens, course.calls), temp):
-            return True, "as the stock model says in calls of these sizes"
-        if self._says(tokens, self.reference.rows(tokens, [len(tokens)]), temp):
-            return True, "as the stock model says in one call"
-        return False, ""
+        said = (words for words, rows in self.stock(course) if self._says(tokens, rows, temp))
+        words = next(said, None)
+        return words is not None, words or ""
 
     def _says(self, tokens: list[int], rows: mx.array, temp: float) -> bool:
         pick, places = self._picker(temp), range(self.context, len(tokens))
         return all(pick(rows[pos - 1], tokens[:pos]) == tokens[pos] for pos in places)
+
+    def nearest(
+        self, course: Course, rows: mx.array, far: Callable[[mx.array], float]
+    ) -> tuple[float, str]:
+        """How far a session is from the stock model, and what to know about that: from `rows`, or
+        where those are too far, from the stock model as it is for the session's own calls."""
+        least = far(rows)
+        if least <= self.limit:
+            return least, ""
+        for words, others in self.stock(course):
+            distance = far(others)
+            if distance <= self.limit:
+                return distance, words
+            least = min(least, distance)
+        return least, ""
 
     def drafts(self, truth: Sequence[int], kept: int) -> list[int]:
         """Drafts of a full block after the prompt, of which the first kept - 1 are right."""
@@ -183,19 +204,27 @@ class Examiner:
         """The reference's rows (n, V): the prompt in one call, then one token a call."""
         return self.reference.rows(tokens, [self.context, *[1] * (len(tokens) - self.context)])
 
-    def compare(self, session: Session, whole: Sequence[int], rows: mx.array) -> float:
-        """How far `session`, at some position of `whole`, is from the reference: its logits, and
-        those of a branch that reads on."""
-        branch = session.fork()
-        branch.sync(whole[: session.pos + ONWARD])
-        here = difference(session.logits, rows[session.pos - 1])
-        return max(here, difference(branch.logits, rows[branch.pos - 1]))
+    def compare(
+        self, course: Course, whole: Sequence[int], rows: mx.array, onward: int = ONWARD
+    ) -> tuple[float, str]:
+        """How far a session, at some position of `whole`, is from the reference, whose rows (n, V)
+        are those of `whole`: its logits, and those of a branch that reads on."""
+        branch = course.fork()
+        branch.session.sync(whole[: course.session.pos + onward])
+        stands = [(session.pos - 1, session.logits) for session in (course.session, branch.session)]
+        return self.nearest(
+            branch, rows, lambda rows: max(difference(row, rows[at]) for at, row in stands)
+        )
 
-    def says(self, tokens: Sequence[int]) -> float:
+    def says(self, course: Course) -> tuple[float, str]:
         """Teacher forcing: how far the worst token after the prompt is from the best."""
-        rows = self.single_rows(tokens)
-        pairs = zip(rows[self.context - 1 :], tokens[self.context :], strict=False)
-        return max(gap(row, token) for row, token in pairs)
+        tokens = course.session.tokens
+
+        def far(rows: mx.array) -> float:
+            pairs = zip(rows[self.context - 1 :], tokens[self.context :], strict=False)
+            return max(gap(row, token) for row, token in pairs)
+
+        return self.nearest(course, self.single_rows(tokens), far)
 
 
 def difference(row: mx.array | None, reference: mx.array | None) -> float:
@@ -217,13 +246,17 @@ def block(exam: Examiner) -> Iterator[Finding]:
     truth = exam.plain(size)
     rows = exam.single_rows(truth)
     for kept in range(1, size + 1):
-        session = exam.session()
-        session.step(drafts=exam.drafts(truth, kept))
-        is_same = session.tokens == truth[: exam.context + kept] or not exam.lab.is_exact
-        worst = difference(session.logits, rows[session.pos - 1]) if is_same else float("inf")
+        course = exam.course()
+        course.session.step(drafts=exam.drafts(truth, kept))
+        is_same, detail = True, ""
         if not exam.lab.is_exact:
-            worst = exam.says(session.tokens)
-        yield exam.finding("block", exam.context, kept, worst=worst, is_same=is_same)
+            worst, detail = exam.says(course)
+        elif course.session.tokens == truth[: exam.context + kept]:
+            worst, detail = exam.compare(course, truth, rows, onward=0)
+        else:
+            is_same, detail = exam.judge(course)
+            worst = 0.0 if is_same else float("inf")
+        yield exam.finding("block", exam.context, kept, worst=worst, is_same=is_same, detail=detail)
 
 
 def row(exam: Examiner) -> Iterator[Finding]:
@@ -232,22 +265,26 @@ def row(exam: Examiner) -> Iterator[Finding]:
     truth = exam.plain(size + ONWARD)
     true_rows = exam.single_rows(truth)
     for kept in range(1, size + 1):
-        session = exam.session()
+        course = exam.course()
+        session = course.session
         session.step(drafts=exam.drafts(truth, kept))
         end, whole, rows = session.pos, truth, true_rows
-        if session.tokens != truth[:end] and not exam.lab.is_exact:  # rounding took another way
+        if session.tokens != truth[:end]:  # rounding took another way
             whole = session.tokens + exam.lab.text.take(ONWARD, at=exam.context)
             rows = exam.single_rows(whole)
         for pos in range(end, exam.context - 1, -1):
-            yield _rewound(exam, session, pos, whole, rows, "row", kept, "back")
+            yield _rewound(exam, course, pos, whole, rows, "row", kept, "back")
         session.sync(whole[:end])
-        worst, same = exam.compare(session, whole, rows), session.tokens == list(whole[:end])
-        yield exam.finding("row", exam.context, kept, "forward", end, worst=worst, is_same=same)
+        worst, detail = exam.compare(course, whole, rows)
+        same = session.tokens == list(whole[:end])
+        where = exam.context, kept, "forward", end
+        yield exam.finding("row", *where, worst=worst, is_same=same, detail=detail)
 
 
 def depth(exam: Examiner) -> Iterator[Finding]:
     """Random places, across windows and checkpoints, are what a fresh session is."""
-    session = exam.session()
+    course = exam.course()
+    session = course.session
     exam.lab.decode(session, LENGTH)
     whole = session.tokens + exam.lab.text.take(ONWARD, at=exam.context)
     chunk = exam.lab.engine.settings.prefill_step_size
@@ -256,18 +293,19 @@ def depth(exam: Examiner) -> Iterator[Finding]:
     dice = random.Random(exam.context)
     for pos in [*dice.sample(range(2, end + 1), min(DEPTHS, end - 1)), 1]:
         session.sync(whole[:end])
-        yield _rewound(exam, session, pos, whole, rows, "depth")
+        yield _rewound(exam, course, pos, whole, rows, "depth")
 
 
 def _rewound(
     exam: Examiner,
-    session: Session,
+    course: Course,
     pos: int,
     whole: Sequence[int],
     rows: mx.array,
     *where: object,
 ) -> Finding:
     """Plan, rewind, compare; the plan must say what the counters then show."""
+    session = course.session
     plan = session.plan(pos)
     before = replace(session.counters)
     session.rewind(pos)
@@ -275,32 +313,35 @@ def _rewound(
     fed = session.counters.fed_tokens - before.fed_tokens
     as_planned = (forwards, fed) == (plan.forwards, plan.replay)
     name, *rest = where
+    worst, detail = exam.compare(course, whole, rows)
     return exam.finding(
         name,
         exam.context,
         *rest,
         pos,
-        worst=exam.compare(session, whole, rows),
+        worst=worst,
         is_same=as_planned and session.tokens == list(whole[:pos]),
-        detail="" if as_planned else f"planned {plan.forwards} calls, took {forwards}",
+        detail=detail if as_planned else f"planned {plan.forwards} calls, took {forwards}",
     )
 
 
 def save(exam: Examiner) -> Iterator[Finding]:
     """A session that was saved and loaded says the same, and goes back to the same."""
-    session = exam.session()
+    course = exam.course()
+    session = course.session
     exam.lab.decode(session, 8)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "session.safetensors"
         session.save(str(path))
-        loaded = exam.lab.engine.load_session(path)
-        worst = difference(loaded.logits, session.logits)
-        same = exam.lab.decode(loaded, 8) == exam.lab.decode(session, 8)
+        loaded = course.goes_on(exam.lab.engine.load_session(path))
+        worst = difference(loaded.session.logits, session.logits)
+        same = exam.lab.decode(loaded.session, 8) == exam.lab.decode(session, 8)
         middle = max(1, exam.context // 2)
-        loaded.rewind(middle)
-    fresh = exam.reference.rows(exam.prompt[:middle], [middle])[-1]
-    worst = max(worst, difference(loaded.logits, fresh))
-    yield exam.finding("save", exam.context, worst=worst, is_same=same)
+        loaded.session.rewind(middle)
+    fresh = exam.reference.rows(exam.prompt[:middle], [middle])
+    back, detail = exam.compare(loaded, exam.prompt[:middle], fresh, onward=0)
+    worst = max(worst, back)
+    yield exam.finding("save", exam.context, worst=worst, is_same=same, detail=detail)
 
 
 def speculative(exam: Examiner) -> Iterator[Finding]:
@@ -311,27 +352,31 @@ def speculative(exam: Examiner) -> Iterator[Finding]:
             ("ngram", _by_ngrams(exam, temp)),
             ("half-wrong", _half_wrong(exam, temp, truth)),
         ):
-            exact = exam.lab.is_exact
-            same, detail = exam.judge(course, temp) if exact else (True, "")
-            worst = 0.0 if exact else exam.says(course.session.tokens)
+            worst, same = 0.0, True
+            if exam.lab.is_exact:
+                same, detail = exam.judge(course, temp)
+            else:
+                worst, detail = exam.says(course)
             where = exam.context, name, temp
             yield exam.finding("speculative", *where, worst=worst, is_same=same, detail=detail)
 
 
 def _by_ngrams(exam: Examiner, temp: float) -> Course:
     engine = exam.engine(drafter="ngram", speculate="always", temp=temp)
-    course = Course(engine.session(), exam.prompt)
+    course = Course(engine.session())
+    course.session.sync(exam.prompt)
     course.decode(exam.context + LENGTH)
     return course
 
 
 def _half_wrong(exam: Examiner, temp: float, truth: list[int]) -> Course:
-    course = Course(exam.engine(temp=temp).session(), exam.prompt)
+    course = Course(exam.engine(temp=temp).session())
+    course.session.sync(exam.prompt)
     vocab, size = exam.lab.engine.token_limit, exam.lab.matrix.block
     while (pos := course.session.pos) < len(truth):
         ahead = truth[pos + 1 : pos + size]
         right = pos % size
-        course.step(size, ahead[:right] + [(t + 1) % vocab for t in ahead[right:]])
+        course.session.step(size, ahead[:right] + [(t + 1) % vocab for t in ahead[right:]])
     return course
 
 
@@ -345,15 +390,18 @@ def self_draft(exam: Examiner) -> Iterator[Finding]:
         num_draft_tokens=size,
         speculate="always",
     )
-    course = Course(engine.session(), exam.prompt)
-    course.decode(exam.context + LENGTH)
+    course = Course(engine.session())
     session = course.session
+    session.sync(exam.prompt)
+    course.decode(exam.context + LENGTH)
     accepted, proposed = session.stats.accepted, session.stats.proposed
     share = accepted / proposed if proposed else 0.0
-    exact = exam.lab.is_exact
-    same, detail = exam.judge(course) if exact else (True, "")
-    same = same and (share == 1 if exact else share > SELF_DRAFT_SHARE)
-    worst = 0.0 if exact else exam.says(session.tokens)
+    if exam.lab.is_exact:
+        worst, (same, detail) = 0.0, exam.judge(course)
+        same = same and share == 1
+    else:
+        worst, detail = exam.says(course)
+        same = share > SELF_DRAFT_SHARE
     detail = "; ".join(filter(None, [f"{accepted} of {proposed} drafts accepted", detail]))
     yield exam.finding("self-draft", exam.context, worst=worst, is_same=same, detail=detail)
 
@@ -388,11 +436,8 @@ def window(cache: Any) -> int:
     return max([getattr(cache, name, 0) for name in sizes] + parts)
 
 
-def examine(
-    lab: Lab, wanted: Sequence[int], case: str | None = None, notes: list[str] | None = None
-) -> Iterator[Finding]:
-    """All findings, from short contexts to long ones; with `case`, only that one. `notes` collects
-    what a reader must know about the limits."""
+def examine(lab: Lab, wanted: Sequence[int], case: str | None = None) -> Iterator[Finding]:
+    """All findings, from short contexts to long ones; with `case`, only that one."""
     names = list(CHECKS)
     if case is not None:
         names, wanted = _parse(case)
@@ -401,8 +446,6 @@ def examine(
     for context in wanted:
         lab.refuse_beyond(context + LENGTH + ONWARD)
         exam = Examiner(lab, reference, context)
-        if notes is not None:
-            notes += exam.notes()
         for name in names:
             yield from (f for f in CHECKS[name](exam) if case in (None, f.case))
 

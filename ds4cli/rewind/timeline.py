@@ -192,6 +192,11 @@ class Timeline:
         return len(self._now.open)
 
     @property
+    def open_tokens(self) -> int:
+        """Tokens of the model calls that are not committed."""
+        return sum(len(block.feed) for block in self._now.open)
+
+    @property
     def _kv_kind(self) -> str:
         bits, group = self._kv
         return "whole" if bits is None else f"{bits}-bit (groups of {group})"
