@@ -1,4 +1,7 @@
-"""What we use of mlx-lm that it keeps to itself. A test fails when one of these names moves."""
+"""What we use of mlx-lm, and of transformers, that they keep to themselves.
+
+A test fails when one of these names moves.
+"""
 
 from __future__ import annotations
 
@@ -37,3 +40,12 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> st
     if own is not None:
         return own(messages, **options)
     return inner_tokenizer(tokenizer).apply_chat_template(messages, tokenize=False, **options)
+
+
+def use_sandbox(environment: type) -> None:
+    """Let transformers compile chat templates for this environment of Jinja's from here on."""
+    from transformers.utils import chat_template_utils
+
+    name = "ImmutableSandboxedEnvironment"
+    assert hasattr(chat_template_utils, name), "it has another name now"
+    setattr(chat_template_utils, name, environment)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ds4cli.errors import UsageError
+from ds4cli.errors import DS4Error, UsageError
 from ds4cli.tokens import common_prefix
 
 Message = dict[str, Any]
@@ -51,6 +51,8 @@ class ChatTemplate:
         probe = [{"role": "system", "content": MARKER}, {"role": "user", "content": "a"}]
         try:
             return MARKER in self.render(probe, True)
+        except DS4Error:  # it runs for too long: not once more
+            raise
         except Exception:
             return False
 
@@ -211,12 +213,16 @@ class ChatTemplate:
     def _try(self, messages: list[Message], add_generation_prompt: bool = True) -> str | None:
         try:
             return self.render(messages, add_generation_prompt)
+        except DS4Error:
+            raise
         except Exception:
             return None
 
     def _render(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
         try:
             return self.render(messages, add_generation_prompt)
+        except DS4Error:
+            raise
         except Exception as error:  # templates raise whatever they like
             raise UsageError(f"the chat template refuses this conversation: {error}") from None
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
 from ds4cli.errors import UsageError
 from ds4cli.models import mlx_lm
 from ds4cli.settings import Settings
-from ds4cli.text import thinking
+from ds4cli.text import template_limits, thinking
 from ds4cli.text.chat_template import ChatTemplate, Message
 from ds4cli.text.detokenizer import REPLACEMENT
 from ds4cli.text.reasoning import Markers, find_markers, template_text
@@ -153,8 +153,9 @@ class Vocabulary:
         options = self._options(settings, list(tools or ()))
 
         def render(messages: list[Message], add_generation_prompt: bool) -> str:
-            return mlx_lm.render(
-                self.tokenizer, messages, add_generation_prompt=add_generation_prompt, **options
+            draw = partial(mlx_lm.render, self.tokenizer, messages, **options)
+            return template_limits.render(
+                lambda: draw(add_generation_prompt=add_generation_prompt), (messages, options)
             )
 
         return ChatTemplate(render, self._encode_bare, stops, (), *data)

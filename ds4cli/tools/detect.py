@@ -10,11 +10,13 @@ import json
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import regex
 
-from ds4cli.errors import UsageError
+from ds4cli.errors import DS4Error, UsageError
+from ds4cli.text import template_limits
 from ds4cli.tools.declared import Tool
 from ds4cli.tools.formats import FORMATS, SPACE, Foreign, Format
 from ds4cli.tools.mend import Refused
@@ -132,13 +134,17 @@ def _drawn(tokenizer: Any) -> str | None:
         function = {"name": PROBE.name, "arguments": arguments}
         call = {"id": "call00000", "type": "function", "function": function}
         reply = {"role": "assistant", "content": "", "tool_calls": [call]}
+        draw = partial(
+            tokenizer.apply_chat_template,
+            [{"role": "user", "content": ASKED}, reply],
+            tools=[PROBE.spec],
+            tokenize=False,
+            add_generation_prompt=False,
+        )
         try:
-            text = tokenizer.apply_chat_template(
-                [{"role": "user", "content": ASKED}, reply],
-                tools=[PROBE.spec],
-                tokenize=False,
-                add_generation_prompt=False,
-            )
+            text = template_limits.render(draw, PROBE.spec)
+        except DS4Error:  # it runs for too long
+            raise
         except Exception:  # templates raise whatever they like
             continue
         text = text.rpartition(ASKED)[2]
