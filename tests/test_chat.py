@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -1167,3 +1168,36 @@ def test_a_setting_that_the_template_refuses_changes_nothing(tmp_path):
         conversation.use(replace(engine.settings, think=True))
     after = conversation.settings, conversation.scribe, conversation.session.sampler
     assert all(one is other for one, other in zip(before, after, strict=True))
+
+
+def test_a_folder_that_is_read_only(engine, monkeypatch, capsys):
+    """Guards: an error below each reply; a model loaded for a named chat that cannot be kept."""
+    monkeypatch.setattr(shelf.os, "access", lambda path, mode: False)
+    chat = talk.chat(engine, "hello")
+    assert chat.line.turns[1].is_reply and chat.conversation.journal is None and not chat.failures
+    said = capsys.readouterr().err.replace("\n", "")
+    assert said.count("read-only") == 1 and "not kept" in said
+    for request in (ChatRequest(name="a"), ChatRequest(name="a", save=False)):
+        with pytest.raises(UsageError, match="read-only"):
+            asked.settings_for(request, engine.settings, False)
+    monkeypatch.undo()
+    talk.chat(engine, "hello", name="a")
+    monkeypatch.setattr(shelf.os, "access", lambda path, mode: False)
+    with pytest.raises(UsageError, match="read-only"):
+        asked.settings_for(ChatRequest(resume=True), engine.settings, False)
+
+
+def test_a_clock_that_jumps(engine, monkeypatch):
+    """Guards: a reply or a file that hangs on the time of day: it may be set while a chat runs."""
+    days = itertools.cycle([0.0, 4e9, 1e9, 2e9, 5.0])
+    monkeypatch.setattr(time, "time", lambda: next(days))
+    monkeypatch.setattr(time, "strftime", lambda form: "2026-01-01-000000")  # an hour that repeats
+    first = talk.chat(engine, "hello", "/retry", "/save one")
+    other = talk.chat(engine, "hello")
+    assert other.line.turns[1].content and other.name != "one"
+    other.end()
+    third = talk.chat(engine, "again")
+    assert third.name == "2026-01-01-000000-2" and len(shelf.names()) == 3
+    for chat in (first, third):
+        check(chat)
+        check_replies(chat, engine)

@@ -242,6 +242,43 @@ def test_a_window_that_changes_its_size(folder):
 
 
 @pytest.mark.slow
+def test_a_storm_of_window_sizes(folder):
+    """Guards: a crash, a lost key or a lost turn while a tiling window manager plays."""
+    dice = random.Random(7)
+    with Terminal(folder, "--session", "a", size=(24, 80)) as term:
+        term.ready()
+        for text in ("x" * 70, "second"):
+            for key in [*text, "\r", *[""] * 100]:
+                term.child.send(key)
+                term.child.setwinsize(dice.choice((1, 2, 24, 60)), dice.choice((1, 7, 40, 80, 300)))
+                time.sleep(0.005)
+        term.child.setwinsize(24, 80)
+        term.child.send("/turns\r")
+        for _ in range(2):
+            term.child.expect("assistant")
+        assert term.leave() == 0
+    assert check_stored(folder, "a")[::2] == ["x" * 70, "second"]
+
+
+@pytest.mark.slow
+def test_stopped_and_continued(folder):
+    """Guards: a reply that is cut or torn, or a prompt that is dead, after SIGSTOP and SIGCONT."""
+    with Terminal(folder, "--session", "a") as term:
+        term.ready()
+        for text in ("first", "second"):
+            for key in [*text, "\r", *[""] * 20]:
+                term.child.kill(signal.SIGSTOP)
+                time.sleep(0.01)
+                term.child.send(key)
+                term.child.kill(signal.SIGCONT)
+                time.sleep(0.02)
+            term.child.expect("tok/s")
+        assert "assistant" in term.say("/turns") + term.say("")
+        assert term.leave() == 0
+    assert check_stored(folder, "a")[::2] == ["first", "second"]
+
+
+@pytest.mark.slow
 def test_the_editor(folder, tmp_path):
     """Guards: /edit hanging, or the terminal left in a state where nothing can be typed."""
     script = tmp_path / "ed.py"

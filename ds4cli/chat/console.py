@@ -74,7 +74,7 @@ class Chat:
         elif self.request.name is not None:
             self.keep_as(self.request.name, is_named=True)
         elif self.request.save and self.reader.is_interactive:
-            self.keep_as(shelf.new_name())
+            self._keep_unnamed()
         if self.reader.is_interactive:
             self.note(HINT)
 
@@ -249,6 +249,13 @@ class Chat:
         """Write the chat to a new session file."""
         self.conversation.keep_in(shelf.path_of(name))
         self.name, self.is_named = name, is_named
+
+    def _keep_unnamed(self) -> None:
+        name = shelf.new_name()
+        if shelf.is_writable(path := shelf.path_of(name)):
+            self.keep_as(name)
+        else:
+            terminal.note(f"this chat is not kept: `{path.parent}` is read-only")
 
     def load(self, name: str) -> None:
         """Go on with a stored session. The present chat stays in its own file."""

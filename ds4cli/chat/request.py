@@ -55,6 +55,11 @@ def settings_for(request: ChatRequest, settings: Settings, model_given: bool) ->
     path = request.stored()
     if request.save and sys.stdin is not None and sys.stdin.isatty():
         shelf.private_folder("sessions")
+    named = path or (request.name and shelf.path_of(request.name))
+    if named and not shelf.is_writable(named):
+        raise UsageError(
+            f"cannot write session `{named}`: it is read-only", "set XDG_STATE_HOME to yours"
+        )
     if path is None or model_given:
         return settings
     model = journal.read(path).header.get("model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 import unicodedata
@@ -40,6 +41,11 @@ def path_of(name: str) -> Path:
     if not _NAME.fullmatch(name):
         raise UsageError(f"`{name}` cannot name a session", "use letters, digits, and . + - _")
     return private_folder("sessions") / f"{name}{journal.SUFFIX}"
+
+
+def is_writable(path: Path) -> bool:
+    """Whether a session's file, or where it would be made, can be written."""
+    return os.access(path if path.exists() else path.parent, os.W_OK)
 
 
 def cache_of(path: Path) -> Path:
