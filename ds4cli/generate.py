@@ -336,9 +336,8 @@ def read_form(settings: Settings) -> Wanted | None:
 
 def say_form(wanted: Wanted | None) -> None:
     """What of a schema is not enforced while a reply is written."""
-    if wanted is not None and wanted.unheld:
-        words = ", ".join(wanted.unheld)
-        terminal.note(f"{wanted.name}: {words} cannot be enforced, only checked at the end")
+    for notice in wanted.notices if wanted is not None else ():
+        terminal.note(notice)
 
 
 def make_guard(engine: Engine, request: GenerateRequest, thinks: bool) -> AnyGuard | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -89,11 +92,21 @@ def test_what_a_grammar_cannot_hold_is_named():
     """Guards: a keyword of a schema that nothing enforces and nobody mentions."""
     schema = {"type": "array", "uniqueItems": True, "items": {"type": "string", "format": "odd"}}
     wanted = from_settings(Settings(json_schema=json.dumps(schema)))
-    assert wanted.unheld == ("`uniqueItems`", "`format` `odd`")
+    assert wanted.unheld == ("`uniqueItems`",) and wanted.unchecked == ("`format` `odd`",)
+    assert ["only checked at the end" in n for n in wanted.notices] == [True, False]
     twice = {"type": "array", "contains": {}, "items": {"type": "array", "contains": {}}}
     assert from_settings(Settings(json_schema=json.dumps(twice))).unheld == ("`contains`",)
     assert from_settings(Settings(json_schema=json.dumps(PERSON), strict=True)).unheld == ()
     assert from_settings(Settings()) is None
+
+
+def test_what_nothing_checks_is_named():
+    """Guards: a notice that says a keyword is checked at the end, where no check knows it."""
+    odd = {"type": "object", "unevaluatedProperties": False, "propertyNames": {"minLength": 1}}
+    wanted = checked(Wanted("json", odd, "--json-schema"))
+    assert (wanted.unheld, wanted.unchecked) == (("`propertyNames`",), ("`unevaluatedProperties`",))
+    there = {"$id": "http://a.test/b", "$defs": {"c": {"not": {}}}, "$ref": "b#/$defs/c"}
+    assert "`$ref` `b#/$defs/c`" in checked(Wanted("json", there, "--json-schema")).unchecked
 
 
 def test_files_are_read_and_kept_as_text(tmp_path):
@@ -177,6 +190,75 @@ def test_finished_json_is_valid_with_any_drafter(name, model_folder):
     assert ended
     for text in ended:
         jsonschema.validate(json.loads(text), FORMS[name].source)
+
+
+# Every keyword that a grammar holds, in the company it is found in.
+SCHEMAS = [
+    {"anyOf": [{"const": None}, {"type": "integer", "multipleOf": 5}]},
+    {"type": "array", "prefixItems": [{"type": "boolean"}, {"enum": [1, "a"]}], "items": False},
+    {"type": "array", "items": {"type": "number", "exclusiveMinimum": 1}, "minItems": 2},
+    {"type": "string", "pattern": "^[a-f]{2,5}$|^\\d\\W?[xy]$"},
+    {"type": "string", "minLength": 2, "maxLength": 4},
+    {"type": "object", "additionalProperties": {"type": "boolean"}, "required": ["a"]},
+    {"type": "object", "patternProperties": {"^x": {"type": "null"}}, "properties": {"y": False}},
+    {"allOf": [{"minimum": 3}, {"type": "integer"}, {"maximum": 7}]},
+    {"$ref": "#/$defs/tree", "$defs": {"tree": {"type": "array", "items": {"$ref": "#"}}}},
+    {"type": ["string", "null"], "format": "date"},
+]
+
+
+@pytest.fixture(scope="module")
+def drafting(model_folder):
+    """A tiny model that writes by itself, and one that is helped."""
+    plain, helped = {"drafter": "none"}, {"drafter": "ngram", "speculate": "always"}
+    return [Engine.load(model_folder, temp=1.0, max_tokens=48, **way) for way in (plain, helped)]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: "-".join(schema))
+def test_what_a_grammar_holds_is_held(schema, drafting):
+    """Guards: a finished text that the schema refuses, and nobody said that it might."""
+    assert any(hold(schema, drafting, attempt) for attempt in range(4)), "none came to its end"
+
+
+def hold(schema, engines, attempt=0) -> bool:
+    """Whether a text came to its end, which is what the schema asks for."""
+    wanted = checked(Wanted("json", schema, "--json-schema"))
+    replies = [_reply(engine, wanted, attempt) for engine in engines]
+    assert replies[0] == replies[1]
+    text, reason = replies[0]
+    if reason == "stop" and not wanted.notices:
+        draft = jsonschema.validators.validator_for(schema)
+        jsonschema.validators.extend(draft, {"pattern": _pattern})(schema).validate(
+            json.loads(text)
+        )
+    return reason == "stop"
+
+
+def _pattern(validator, pattern, value, schema):
+    """As ECMA reads it, which the drafts ask for: `re` takes letters of all alphabets for `\\w`."""
+    if isinstance(value, str) and not re.search(pattern, value, re.ASCII):
+        yield jsonschema.ValidationError(f"{value!r} does not match {pattern!r}")
+
+
+SUITE = os.environ.get("DS4CLI_JSON_SCHEMA_SUITE", "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SUITE, reason="DS4CLI_JSON_SCHEMA_SUITE names no folder of JSON files")
+def test_every_schema_of_a_suite_is_held_or_refused(drafting):
+    """Guards: a crash, a text that drafts change or that a schema refuses, among those that only a
+    suite thinks of. Minutes."""
+    cases = [case for path in sorted(Path(SUITE).rglob("*.json")) for case in _json_of(path)]
+    tried = 0
+    for text in dict.fromkeys(json.dumps(case["schema"]) for case in cases):
+        with contextlib.suppress(UsageError):
+            hold(json.loads(text), drafting)
+            tried += 1
+    assert tried > 100
+
+
+def _json_of(path):
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _reply(engine, wanted, attempt):

@@ -49,7 +49,7 @@ def unheld(wanted: Wanted) -> list[str]:
         is_bad, messages = LLMatcher.validate_grammar_with_warnings(_compiled(wanted, lenient=True))
     if is_bad:
         raise NoForm(_first_line(messages))
-    return [_words(message) for message in messages]
+    return list(dict.fromkeys(word for message in messages for word in _words(message)))
 
 
 def _first_line(messages: list[str]) -> str:
@@ -61,12 +61,12 @@ def _first_line(messages: list[str]) -> str:
     return f"{head} {error.removeprefix('error: ')}".strip()[:200]
 
 
-def _words(message: str) -> str:
+def _words(message: str) -> list[str]:
     """A warning of llguidance in the words of the schema."""
     kind, _, names = message.partition(": ")
     if kind == "Unimplemented keys":
-        return ", ".join(f"`{name}`" for name in re.findall(r'"([^"]+)"', names))
-    return f"`format` `{names}`" if kind == "Unknown format" else message
+        return [f"`{name}`" for name in re.findall(r'"([^"]+)"', names)]
+    return [f"`format` `{names}`" if kind == "Unknown format" else f"`{message.split()[0]}`"]
 
 
 def _compiled(

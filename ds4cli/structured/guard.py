@@ -56,7 +56,7 @@ class FormGuard:
     ):
         self.form = form
         self.repairs = 0
-        self.notices = [f"checked at the reply's end only: {word}" for word in form.wanted.unheld]
+        self.notices = form.wanted.notices
         self._stops = frozenset(tokenizer.eos_token_ids)
         self._markers, self._thinks = markers, thinks
         self._base: int | None = None

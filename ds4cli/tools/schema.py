@@ -177,6 +177,17 @@ def unchecked(schema: Any) -> list[str]:
             if word not in known]  # fmt: skip
 
 
+def is_checked(word: str) -> bool:
+    """Whether `check` knows this keyword."""
+    return word in _RULES or word in _BESIDE
+
+
+def lost_references(schema: Any) -> list[str]:
+    """The references that lead nowhere inside `schema`: `check` passes what they ask for."""
+    refs = [node["$ref"] for _, node in walk(schema) if isinstance(node.get("$ref"), str)]
+    return [ref for ref in refs if resolve(schema, ref) is None]
+
+
 def problems(schema: Any) -> list[tuple[str, str]]:
     """(path, what is wrong) for each part of `schema` that is no schema at all."""
     found = []
@@ -277,6 +288,11 @@ def is_valid(value: Any, schema: Any, root: Any, depth: int = 0) -> bool:
     return True
 
 
+def _matches(pattern: str, text: str) -> bool:
+    """As ECMA's expressions do, and the grammars: `\\w` and `\\d` are ASCII."""
+    return regex.search(pattern, text, regex.ASCII) is not None
+
+
 def _same(a: Any, b: Any) -> bool:
     """JSON equality: 1 is 1.0, true is not 1."""
     if isinstance(a, dict) and isinstance(b, dict):
@@ -319,14 +335,14 @@ def _properties(value, expected, schema, root, where, depth):
 def _pattern_properties(value, expected, schema, root, where, depth):
     for key in value if isinstance(value, dict) else ():
         for pattern, sub in expected.items():
-            if regex.search(pattern, key):
+            if _matches(pattern, key):
                 check(value[key], sub, root, f"{where}.{key}", depth)
 
 
 def _additional(value, expected, schema, root, where, depth):
     for key in value if isinstance(value, dict) else ():
         named = key in schema.get("properties", {}) or any(
-            regex.search(p, key) for p in schema.get("patternProperties", {})
+            _matches(p, key) for p in schema.get("patternProperties", {})
         )
         if named:
             continue
@@ -384,7 +400,7 @@ def _multiple(value, expected):
 
 
 def _pattern(value, expected, schema, root, where, depth):
-    if isinstance(value, str) and not regex.search(expected, value):
+    if isinstance(value, str) and not _matches(expected, value):
         raise Invalid(f"{where} does not match `{expected}`")
 
 
