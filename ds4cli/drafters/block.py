@@ -27,7 +27,6 @@ from ds4cli.drafters.drafter import Drafter
 from ds4cli.drafters.rows import Rows
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError
-from ds4cli.models.weights import unpack
 from ds4cli.sampling import Sampler
 
 STEP = 256  # rows by which the context buffer grows
@@ -144,10 +143,7 @@ class BlockHead(nn.Module):
         head, tensors = cls(config, target), _tensors(folder)
         head._fit_target()
         head._take_vocabulary(tensors)
-        weights.fill(head, tensors, folder.name)
-        if dtype is not None:
-            unpack(head, dtype)
-            mx.eval(head.parameters())
+        weights.fill(head, tensors, folder.name, dtype=dtype)
         return head
 
     def _fit_target(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from ds4cli.arrays import integer, integers
@@ -52,6 +53,25 @@ class ChainHead(Protocol):
 
     def logits(self, out: mx.array) -> mx.array:
         """(n, H) -> (n, V), over the target's ids"""
+
+
+class LastStateHead(nn.Module):
+    """What MTP heads share: one layer, and the state that the target's output head reads."""
+
+    def __init__(self, target: Target):
+        super().__init__()
+        self.taps = (target.num_layers - 1,)
+        self._target = target
+
+    def caches(self) -> list[KVCache]:
+        return [KVCache()]
+
+    def embed(self, ids: mx.array) -> mx.array:
+        return self._target.embed(ids)
+
+    def context(self, hidden: list[mx.array]) -> mx.array:
+        """What the target's output head read."""
+        return self._target.norm(hidden[0])
 
 
 class ChainDrafter(Drafter):

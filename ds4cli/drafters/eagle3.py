@@ -48,7 +48,6 @@ from ds4cli.drafters.fields import (
 )
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError, UsageError
-from ds4cli.models.weights import unpack
 
 FAMILIES = ("llama", "qwen3")
 # Fields of NVIDIA's `eagle_config` whose other value is another computation.
@@ -290,10 +289,7 @@ class Eagle3Head(nn.Module):
         if config.draft_vocab_size != config.vocab_size:
             sizes = config.draft_vocab_size, config.vocab_size
             head._target_ids = vocabulary.target_ids(offsets, mask, *sizes)
-        weights.fill(head, tensors, folder.name)
-        if dtype is not None:
-            unpack(head, dtype)
-            mx.eval(head.parameters())
+        weights.fill(head, tensors, folder.name, dtype=dtype)
         return head
 
     def caches(self) -> list[KVCache]:

@@ -22,11 +22,10 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
 from ds4cli.drafters import mtp_weights, nextn, weights
-from ds4cli.drafters.chain import ChainDrafter
+from ds4cli.drafters.chain import ChainDrafter, LastStateHead
 from ds4cli.drafters.nextn import NextnHead
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError, UsageError
-from ds4cli.models.weights import unpack
 
 # Model type -> module and class of its decoder layer.
 LAYERS = {
@@ -65,22 +64,20 @@ def check(config: dict[str, Any], target_config: dict[str, Any], name: str) -> N
             )
 
 
-class MtpHead(nn.Module):
+class MtpHead(LastStateHead):
     """The head of one target; sessions share it.
 
     layer: an mlx-lm decoder layer with full attention. taps: the target's last layer.
     """
 
     def __init__(self, layer: nn.Module, target: Target, eps: float):
-        super().__init__()
+        super().__init__(target)
         hidden_size = target.hidden_size
         self.pre_fc_norm_embedding = nn.RMSNorm(hidden_size, eps)
         self.pre_fc_norm_hidden = nn.RMSNorm(hidden_size, eps)
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=False)
         self.layers = [layer]
         self.norm = nn.RMSNorm(hidden_size, eps)
-        self.taps = (target.num_layers - 1,)
-        self._target = target
 
     @classmethod
     def load(cls, folder: Path, target: Target, dtype: mx.Dtype | None) -> MtpHead | NextnHead:
@@ -98,22 +95,8 @@ class MtpHead(nn.Module):
         has_experts = any(".mlp.switch_mlp." in name for name in tensors)
         layer, eps = _layer(target.model, has_experts)
         head = cls(layer, target, eps)
-        weights.fill(head, tensors, str(folder), "mtp.")
-        if dtype is not None:
-            unpack(head, dtype)
-            mx.eval(head.parameters())
-        head.eval()
+        weights.fill(head, tensors, str(folder), "mtp.", dtype)
         return head
-
-    def caches(self) -> list[KVCache]:
-        return [KVCache()]
-
-    def embed(self, ids: mx.array) -> mx.array:
-        return self._target.embed(ids)
-
-    def context(self, hidden: list[mx.array]) -> mx.array:
-        """What the target's output head read."""
-        return self._target.norm(hidden[0])
 
     def carried(self, out: mx.array) -> mx.array:
         return out

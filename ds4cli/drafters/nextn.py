@@ -29,9 +29,9 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
 from ds4cli.drafters import weights
+from ds4cli.drafters.chain import LastStateHead
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError
-from ds4cli.models.weights import unpack
 
 
 @dataclass(frozen=True)
@@ -89,19 +89,18 @@ def find(folder: Path, config: dict[str, Any]) -> bool:
     return any(name.startswith(prefix) for names in weights.headers(folder) for name in names[1])
 
 
-class NextnHead(nn.Module):
+class NextnHead(LastStateHead):
     """The head of one target; sessions share it. Make one with `load`."""
 
     def __init__(self, layer: nn.Module, family: Family, target: Target, eps: float):
-        super().__init__()
+        super().__init__(target)
         size = target.hidden_size
         self.embedding_norm = nn.RMSNorm(size, eps)
         self.state_norm = nn.RMSNorm(size, eps)
         self.projection = nn.Linear(2 * size, size, bias=False)
         self.last_norm = nn.RMSNorm(size, eps)
         self.layer = layer
-        self.taps = (target.num_layers - 1,)
-        self._family, self._target = family, target
+        self._family = family
 
     @classmethod
     def load(cls, folder: Path, target: Target, dtype: mx.Dtype | None) -> NextnHead:
@@ -114,22 +113,8 @@ class NextnHead(nn.Module):
         tensors = {k: x for k, x in tensors.items() if not k.startswith(family.copies or " ")}
         layer, block = _block(family, args, tensors)
         head = cls(layer, family, target, args.rms_norm_eps)
-        weights.fill(head, {**block, **_parts(family, tensors)}, str(folder), prefix)
-        if dtype is not None:
-            unpack(head, dtype)
-            mx.eval(head.parameters())
-        head.eval()
+        weights.fill(head, {**block, **_parts(family, tensors)}, str(folder), prefix, dtype)
         return head
-
-    def caches(self) -> list[KVCache]:
-        return [KVCache()]
-
-    def embed(self, ids: mx.array) -> mx.array:
-        return self._target.embed(ids)
-
-    def context(self, hidden: list[mx.array]) -> mx.array:
-        """What the target's output head read."""
-        return self._target.norm(hidden[0])
 
     def __call__(self, embedded: mx.array, hidden: mx.array, caches: list[KVCache]) -> mx.array:
         pair = [self.embedding_norm(embedded), self.state_norm(hidden)]

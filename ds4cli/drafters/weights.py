@@ -12,6 +12,7 @@ import mlx.nn as nn
 
 from ds4cli.arrays import named_leaves
 from ds4cli.errors import ModelError
+from ds4cli.models.weights import unpack
 
 # No trained weight is so large, and one that is makes numbers that are none, or all guesses alike.
 LARGEST = 1e6
@@ -61,9 +62,17 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].removeprefix("[load_safetensors] ")
 
 
-def fill(module: nn.Module, tensors: dict[str, mx.array], name: str, prefix: str = "") -> None:
-    """Give `module` these weights, quantised where they are, and evaluate them. ModelError, naming
-    the tensor after `prefix`, where one is missing, unknown, of another shape or no weight.
+def fill(
+    module: nn.Module,
+    tensors: dict[str, mx.array],
+    name: str,
+    prefix: str = "",
+    dtype: mx.Dtype | None = None,
+) -> None:
+    """Give `module` these weights, quantised where they are, ready to run. ModelError,
+    naming the tensor after `prefix`, where one is missing, unknown, of another shape or no weight.
+
+    dtype: float32 to unpack and cast, None as stored.
     """
 
     def problem(key: str, said: str) -> ModelError:
@@ -91,6 +100,10 @@ def fill(module: nn.Module, tensors: dict[str, mx.array], name: str, prefix: str
     for key, x in tensors.items():
         if mx.issubdtype(x.dtype, mx.floating) and not (mx.abs(x) <= LARGEST).all().item():
             raise problem(key, "is damaged: it holds values that are no numbers, or beyond all use")
+    if dtype is not None:
+        unpack(module, dtype)
+        mx.eval(module.parameters())
+    module.eval()
 
 
 def _are_floats(*arrays: mx.array) -> bool:
