@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import sys
 import time
@@ -777,7 +778,7 @@ def test_a_full_disk_does_not_stop_the_chat(said, monkeypatch, capsys):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(journal.os, "fsync", fail)
+        patch.setattr(os, "fsync", fail)
         said.take("more")
     assert "no space left" in capsys.readouterr().err and path.stat().st_size == size
     said.take("and more")

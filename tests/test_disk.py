@@ -5,10 +5,9 @@ import os
 
 import pytest
 
-from ds4cli import atomic
+from ds4cli import appended, atomic
 from ds4cli.backend import disk
 from ds4cli.batch.results import _Log
-from ds4cli.chat import journal
 from ds4cli.rewind import storage
 
 
@@ -41,7 +40,7 @@ def test_macos_is_asked_to_write_what_the_drive_holds(asked, monkeypatch, tmp_pa
 
 def test_everything_that_is_kept_is_synced_the_same_way(asked, tmp_path):
     """Guards: journals, batches or state files that call fsync themselves."""
-    for module in (journal, atomic):
+    for module in (appended, atomic):
         assert module.disk is disk
     log = _Log(tmp_path / "out.jsonl")
     log.open(create=True)

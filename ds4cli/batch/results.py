@@ -10,7 +10,6 @@ their order, failed and torn ones are made again. Every result says what made it
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import stat
@@ -21,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ds4cli import signals
+from ds4cli.appended import Appended, Taken, reason
 from ds4cli.backend import disk
 from ds4cli.batch.lines import FileId, file_id
 from ds4cli.batch.replies import BEGINNING, differences, request_id
@@ -302,32 +301,29 @@ class _Log:
 
     def __init__(self, path: Path):
         self.path = path
-        self._fd = -1
+        self._file: Appended | None = None
 
     def exists(self) -> bool:
         return self.path.exists()
 
     def open(self, create: bool) -> None:
         """Open, once, to read and append; other runs are kept out."""
-        if self._fd >= 0:
+        if self._file is not None:
             return
-        is_new = create and not self.path.exists()
-        flags = os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         try:
-            self._fd = os.open(self.path, flags, 0o666)
-        except OSError as error:
-            raise UsageError(f"cannot write `{self.path}`: {_reason(error)}") from None
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.close()
+            self._file = Appended(self.path, 0o666, create)
+        except Taken:
             raise UsageError(f"another run is writing `{self.path}`") from None
-        if is_new:
-            with self._said_if_it_fails():
-                _sync_folder(self.path.parent)
+        except OSError as error:
+            raise UsageError(f"cannot write `{self.path}`: {reason(error)}") from None
+
+    @property
+    def _open_file(self) -> Appended:
+        assert self._file is not None, "it was opened"
+        return self._file
 
     def size(self) -> int:
-        return os.fstat(self._fd).st_size
+        return self._open_file.size()
 
     def lines(self) -> Iterator[tuple[int, int, bytes]]:
         """Number, offset and bytes of each line; the last one may lack its end."""
@@ -341,7 +337,7 @@ class _Log:
         """The line that begins at `start`."""
         pieces, piece = [], b""
         while b"\n" not in piece:
-            piece = os.pread(self._fd, 1 << 16, start)
+            piece = os.pread(self._open_file.fd, 1 << 16, start)
             if not piece:
                 raise DS4Error(f"`{self.path}` was changed while it was used")
             pieces.append(piece)
@@ -350,39 +346,31 @@ class _Log:
 
     def append(self, data: bytes, sync: bool = True) -> int:
         """Add a line, whole or not at all; returns where it begins."""
-        start, view = self.size(), memoryview(data)
-        with self._said_if_it_fails(), signals.Whole():
-            try:
-                while view:
-                    view = view[os.write(self._fd, view) :]
-                if sync:
-                    disk.sync(self._fd)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._fd, start)
-                raise
+        start = self.size()
+        with self._said_if_it_fails():
+            self._open_file.append(data, start, sync)
         return start
 
     def sync(self) -> None:
-        if self._fd >= 0:
+        if self._file is not None:
             with self._said_if_it_fails():
-                disk.sync(self._fd)
+                disk.sync(self._file.fd)
 
     def cut(self, size: int) -> None:
         with self._said_if_it_fails():
-            os.ftruncate(self._fd, size)
-            disk.sync(self._fd)
+            os.ftruncate(self._open_file.fd, size)
+            disk.sync(self._open_file.fd)
 
     @contextlib.contextmanager
     def _said_if_it_fails(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise DS4Error(f"cannot write `{self.path}`: {_reason(error)}", RESUME_HINT) from None
+            raise DS4Error(f"cannot write `{self.path}`: {reason(error)}", RESUME_HINT) from None
 
     def cut_torn(self) -> None:
         """Take away a last line without an end, if the file is open."""
-        if self._fd >= 0:
+        if self._file is not None:
             ends = (at + len(raw) for _, at, raw in self.lines() if raw.endswith(b"\n"))
             self.cut(max(ends, default=0))
 
@@ -391,22 +379,9 @@ class _Log:
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a new file's name as durable as its content."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        disk.sync(fd)
-    finally:
-        os.close(fd)
-
-
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 Results = StreamResults | FileResults

@@ -8,17 +8,13 @@ read whole or not at all, and so is a change. Reading them in order gives the tr
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ds4cli import signals
-from ds4cli.backend import disk
+from ds4cli.appended import Appended, Taken, reason
 from ds4cli.chat.transcript import MAIN, Line, Transcript, Turn
 from ds4cli.errors import StateError, UsageError
 
@@ -147,7 +143,7 @@ def read(path: Path) -> Stored:
         _first_line(path)
         data = path.read_bytes()
     except OSError as error:
-        raise StateError(f"cannot read session `{path}`: {_reason(error)}") from None
+        raise StateError(f"cannot read session `{path}`: {reason(error)}") from None
     lines = data.split(b"\n")
     good = lines[:-1]  # what stands behind the last line end was torn off while it was written
     if len(good) > 1 and not _is_json(good[-1]):
@@ -232,7 +228,7 @@ class Journal:
     path: Path
     _written: dict[str, Line] = field(default_factory=dict)
     _current: str = ""
-    _file: int = -1
+    _file: Appended | None = None
     _nbytes: int = 0  # of the whole lines in the file
     _retitled: list[Record] = field(default_factory=list)  # a header that is not written yet
 
@@ -240,7 +236,7 @@ class Journal:
     def create(cls, path: Path, header: Record) -> Journal:
         """A new file with its header. UsageError if there is one already."""
         journal = cls(path)
-        journal._open(os.O_CREAT)
+        journal._open(create=True)
         try:
             if not is_unbegun(path):
                 raise UsageError(f"there is a session `{path.stem}` already")
@@ -255,23 +251,19 @@ class Journal:
         """Go on with a file that was read; a torn end goes."""
         transcript = stored.transcript
         journal = cls(path, {**transcript.named, transcript.name: transcript.line}, transcript.name)
-        journal._open(0)
+        journal._open(create=False)
         journal._nbytes = stored.nbytes  # what was torn behind it is cut off by the first append
         return journal
 
-    def _open(self, flags: int) -> None:
-        flags |= os.O_RDWR | os.O_APPEND | os.O_CLOEXEC
+    def _open(self, create: bool) -> None:
         try:
-            self._file = os.open(self.path, flags, 0o600)
-        except OSError as error:
-            raise StateError(f"cannot write session `{self.path}`: {_reason(error)}") from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.close()
+            self._file = Appended(self.path, 0o600, create)
+        except Taken:
             raise StateError(
                 f"session `{self.path.stem}` is open in another chat", "close it there first"
             ) from None
+        except OSError as error:
+            raise StateError(f"cannot write session `{self.path}`: {reason(error)}") from None
 
     def retitle(self, header: Record) -> None:
         """The tokens of what is recorded from here on are those of another model."""
@@ -292,33 +284,22 @@ class Journal:
 
     def _append(self, change: Record | list[Record]) -> None:
         """Write a line and sync it, or leave the file as it was."""
-        text = json.dumps(change, ensure_ascii=False) + "\n"
-        data = memoryview(text.encode("utf-8", "surrogatepass"))
+        assert self._file is not None, "it is open"
+        data = (json.dumps(change, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
         try:
-            with signals.Whole():
-                os.ftruncate(self._file, self._nbytes)  # what an append that failed has left
-                written = 0
-                while written < len(data):
-                    written += os.write(self._file, data[written:])
-                disk.sync(self._file)
+            self._file.append(data, self._nbytes)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._file, self._nbytes)
-            raise StateError(f"cannot write session `{self.path}`: {_reason(error)}") from None
-        self._nbytes += written
+            raise StateError(f"cannot write session `{self.path}`: {reason(error)}") from None
+        self._nbytes += len(data)
 
     def close(self) -> None:
         """Give the file back to other chats. Nothing is left to write."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()
