@@ -21,6 +21,7 @@ LAYERS = (
     ("drafters.registry", "atomic"),
     ("settings", "tokens", "arrays", "models.mlx_lm", "terminal"),
     ("signals",),
+    ("appended",),
     ("backend", "text", "hooks", "models"),
     ("caches", "sampling", "tools"),
     ("structured", "tape"),
@@ -36,6 +37,7 @@ LAYERS = (
 )
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 WITHOUT_MLX = (
+    "appended.py",
     "atomic.py",
     "backend/disk.py",
     "backend/interpreter.py",
