@@ -234,15 +234,20 @@ def read_tools(path: str | None) -> list[Tool]:
     return load_tools(path)
 
 
-def check_tools(vocabulary: Vocabulary, tools: Sequence[Tool], verbose: bool = False) -> None:
-    """UsageError where the model's calls of `tools` could not be read."""
+def check_tools(
+    vocabulary: Vocabulary, tools: Sequence[Tool], verbose: bool = False, quiet: bool = False
+) -> None:
+    """UsageError where the model's calls of `tools` could not be read; what of them cannot is said,
+    unless `quiet`."""
     if not tools:
         return
-    from ds4cli.tools import require_format
+    from ds4cli.tools.detect import drawn_wrongly, require_format
 
     fmt = require_format(vocabulary.tokenizer)
     if verbose:
         terminal.note(f"tool calls are read as `{fmt.name}`")
+    for what in drawn_wrongly(vocabulary.tokenizer) if not quiet else ():
+        terminal.note(f"the chat template shows past calls wrongly to the model: {what}")
 
 
 # --- the model ----------------------------------------------------------------------------------
@@ -264,7 +269,7 @@ def load_engine(
     begin = time.perf_counter()
 
     def check(vocabulary: Vocabulary) -> None:
-        check_tools(vocabulary, tools, verbose)
+        check_tools(vocabulary, tools, verbose, quiet)
         vocabulary.template(settings, [tool.spec for tool in tools])
         before_weights(vocabulary)
 

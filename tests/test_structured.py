@@ -235,8 +235,8 @@ def hold(schema, engines, attempt=0) -> bool:
 
 
 def _pattern(validator, pattern, value, schema):
-    """As ECMA reads it, which the drafts ask for: `re` takes letters of all alphabets for `\\w`."""
-    if isinstance(value, str) and not re.search(pattern, value, re.ASCII):
+    """As ECMA reads it, which the drafts ask for: `\\w` is ASCII and `\\s` is not."""
+    if isinstance(value, str) and not any(re.search(pattern, value, f) for f in (re.ASCII, 0)):
         yield jsonschema.ValidationError(f"{value!r} does not match {pattern!r}")
 
 

@@ -93,6 +93,21 @@ def test_what_cannot_be_read_is_refused_before_the_weights(capsys):
     assert "`json_tools`" in capsys.readouterr().err
 
 
+def test_what_a_template_draws_wrongly_is_said(capsys):
+    """A template that forgets a comma or a quote: no tools for a model that writes them, or calls
+    that are flagged and nobody knows why."""
+    named = "{{ c.function.name }}({% for k, v in c.function.arguments.items() %}"
+    call = "{% for c in m.tool_calls %}[" + named + "{{ k }}='{{ v }}'{% endfor %})]{% endfor %}"
+    wrapper = with_template("pythonic_bare", "{% endraw %}" + call + "{% raw %}")
+    assert require_format(wrapper).name == "pythonic_bare"
+    check_tools(Vocabulary(wrapper), TOOLS)
+    said = capsys.readouterr().err
+    assert all(word in said for word in ("several arguments", "quotes", "backslashes"))
+    assert "get_weather(city='Ulm'days='3')" in said
+    check_tools(Vocabulary(wrapper), TOOLS, quiet=True)
+    assert not capsys.readouterr().err
+
+
 def test_a_template_without_calls():
     """A hint that is not true."""
     wrapper = with_template("json_tools", "")

@@ -91,7 +91,7 @@ def test_text_does_not_depend_on_guesses(name, monkeypatch):
     for guesses in (True, False):
         session, wrapper, _ = session_for(name, script, 1, chaos=0.0, drafter="ngram")
         if not guesses:
-            monkeypatch.setattr(Session, "_forced", lambda self, tokens, room: [])
+            monkeypatch.setattr(Session, "forced", lambda self, tokens, room: [])
         tokens, last, _ = run(session, wrapper)
         found[guesses] = tokens, last.calls, session.stats.by_drafter.get("grammar", [0, 0])
     assert found[True][:2] == found[False][:2]

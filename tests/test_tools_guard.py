@@ -12,6 +12,7 @@ from test_tools_parse import BODIES
 from toolkit import EOS, TOOLS, encode, pieces, play, tokenizer
 
 from ds4cli.tools import FORMATS, Guard, Tool
+from ds4cli.tools.formats import Tagged
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
@@ -99,6 +100,99 @@ def test_text_that_only_mentions_a_marker_stays_prose(text):
     steps = play(guard, wrapper, text)
     assert not events(steps)
     assert shown(steps) + guard.finish("stop").emit == text
+
+
+TEXT = {"type": "string"}
+TEXTS = Tool(
+    "note",
+    "",
+    {
+        "type": "object",
+        "properties": {"title": TEXT, "days": {"type": "integer"}, "b": TEXT},
+        "required": ["title", "days"],
+    },
+)
+TAGGED = [n for n, f in FORMATS.items() if isinstance(f.style, Tagged) and not f.style.is_keyed]
+
+
+def element(name: str, key: str, value: str, close: bool = True) -> str:
+    """An argument as a format writes it, with its closing tag or without."""
+    style, body = FORMATS[name].style, BODIES[name]
+    begin = body.index(style.key_open + "city")
+    end = body.index(style.value_close, begin)
+    text = body[begin:end].replace("city", key).replace("Paris", value)
+    return text + (style.value_close if close else "") + "\n"
+
+
+@pytest.mark.parametrize("grammar", [True, False], ids=["grammar", "parsed"])
+@pytest.mark.parametrize("name", TAGGED)
+def test_a_closing_tag_that_is_missing_between_arguments(name, grammar):
+    """The next argument becomes a part of the value, and nobody says so."""
+    wrapper, style, body = wrapper_for(name), FORMATS[name].style, BODIES[name]
+    begin = body.index(style.key_open + "city")
+    end = body.index(style.value_close, begin) + len(style.value_close)
+    for first, rest in (("title", "days"), ("b", "title")):
+        last = element(name, "days", "3") if rest == "title" else ""
+        value = "3" if rest == "days" else "x </p> y"
+        inside = element(name, first, "A <b>", close=False) + element(name, rest, value) + last
+        text = body[:begin].replace("get_weather", "note") + inside.rstrip("\n") + body[end:]
+        guard = Guard(wrapper, [TEXTS], use_grammar=grammar)
+        fmt = FORMATS[name]
+        steps = play(guard, wrapper, (fmt.start or "") + text + fmt.end)
+        assert events(steps) == ["open", "closed"], steps[-1]
+        (call,) = steps[-1].calls
+        found = json.loads(call.arguments)
+        assert found[first].strip() == "A <b>" and str(found[rest]) == value and found["days"] == 3
+        assert any(f"of `{first}` was missing" in note for note in call.notes)
+
+
+def test_a_value_may_speak_of_arguments():
+    """A text with the tags of an argument is cut there."""
+    wrapper = tokenizer("qwen3_coder")
+    value = "see <parameter=other> and <parameter=b>x</parameter> there"
+    text = element("qwen3_coder", "title", value) + element("qwen3_coder", "days", "3")
+    body = "<tool_call><function=note>" + text.replace("<parameter=b>x", "<parameter=c>x")
+    guard = Guard(wrapper, [TEXTS])
+    (call,) = play(guard, wrapper, body + "</function></tool_call>")[-1].calls
+    assert json.loads(call.arguments)["title"] == value.replace("=b>", "=c>") and not call.notes
+
+
+def test_what_a_template_drops_is_null():
+    """A family whose calls leave out what is null, and lack an argument for us."""
+    inner = {"type": "object", "required": ["v"], "properties": {"v": {"type": ["number", "null"]}}}
+    rows = {"type": "array", "items": inner}
+    inside = {"rows": rows, "note": {"anyOf": [TEXT, {"type": "null"}]}, "n": {"type": "integer"}}
+    schema = {"type": "object", "properties": inside, "required": list(inside)}
+    mark, wrapper = "]<]minimax[>[", tokenizer("minimax_m3")
+    items = f"{mark}<item>{mark}<v>1.5{mark}</v>{mark}</item>{mark}<item>{mark}</item>"
+    rows = f"{mark}<rows>{items}{mark}</rows>{mark}<n>1{mark}</n>"
+    text = f'{mark}<tool_call>\n{mark}<invoke name="t">{rows}{mark}</invoke>\n{mark}</tool_call>'
+    steps = play(Guard(wrapper, [Tool("t", "", schema)]), wrapper, text)
+    assert events(steps) == ["open", "closed"], steps[-1]
+    wanted = {"rows": [{"v": 1.5}, {"v": None}], "note": None, "n": 1}
+    assert json.loads(steps[-1].calls[0].arguments) == wanted
+    bad = text.replace(f"{mark}<n>1{mark}</n>", "")
+    assert events(play(Guard(wrapper, [Tool("t", "", schema)]), wrapper, bad))[-1] == "left"
+
+
+BARE = [name for name, fmt in FORMATS.items() if fmt.bare]
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_a_sentence_that_begins_with_a_call_is_prose(name):
+    """Where calls have no marker, a sentence about one is cut, forced to its end, and executed."""
+    wrapper = wrapper_for(name)
+    for behind in (" is how one calls it.", ". And so on", " `x`"):
+        guard = Guard(wrapper, TOOLS)
+        text = BODIES[name] + behind
+        steps = play(guard, wrapper, text)
+        assert events(steps) == ["open"] and not guard.is_open
+        end = guard.finish("stop")
+        assert shown(steps) + end.emit == text and "taken as text" in end.reason
+        guard.rewind(len(encode(wrapper, BODIES[name])))
+        assert guard.is_open and guard.feed(guard._end, wrapper.eos_token_id, "").calls
+    guard = Guard(wrapper, TOOLS)
+    assert events(play(guard, wrapper, BODIES[name] + "\nThat is it."))[-1] == "left"
 
 
 @pytest.mark.parametrize("name", list(FORMATS))

@@ -23,6 +23,7 @@ class CallOrForm:
 
     def __init__(self, calls: Guard, form: FormGuard):
         self._calls, self._form = calls, form
+        calls.allows_prose = False  # what begins as a call ends as one
         self._called_at: int | None = None  # where the first call opened
         self._waiting: list[tuple[int, int, str]] = []  # not given to the form: may begin a call
         self.notices = [*calls.notices, *form.notices]

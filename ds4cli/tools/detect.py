@@ -1,7 +1,8 @@
 """Which format a model's tool calls have: the one that reads what its own template draws.
 
 A probe call is drawn through the chat template, which needs no weights, and every format is tried
-on it. What cannot be read is said, and refused before anything long begins.
+on it. What cannot be read is said, and refused before anything long begins. Some templates draw
+some values so that nobody can read them back; which ones is said, too.
 """
 
 from __future__ import annotations
@@ -23,19 +24,31 @@ from ds4cli.tools.mend import Refused
 from ds4cli.tools.parse import parse_calls
 
 ASKED = "xQ7zThisIsTheQuestionZ7qX"
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
 PROBE = Tool(
     "get_weather",
     "the weather of a place",
-    {
-        "type": "object",
-        "properties": {
-            "city": {"type": "string", "description": "its name"},
-            "days": {"type": "integer", "description": "how many"},
-        },
-        "required": ["city", "days"],
-    },
+    _object(
+        city={"type": "string", "description": "its name"},
+        days={"type": "integer", "description": "how many"},
+    ),
 )
 ARGUMENTS = {"city": "Ulm", "days": 3}
+TEXT_ONLY = Tool(PROBE.name, PROBE.description, _object(city={"type": "string"}))
+MAYBE = Tool(PROBE.name, PROBE.description, _object(city={"type": ["string", "null"]}))
+# Values that a template may draw as what is no call, or another one.
+HARD: tuple[tuple[str, Tool, dict[str, Any]], ...] = (
+    ("several arguments", PROBE, ARGUMENTS),
+    ("texts with quotes", TEXT_ONLY, {"city": 'it\'s "so"'}),
+    ("texts with backslashes", TEXT_ONLY, {"city": "C:\\new"}),
+    ("texts of several lines", TEXT_ONLY, {"city": "if a:\n    b"}),
+    ("null", MAYBE, {"city": None}),
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,17 @@ def require_format(tokenizer: Any) -> Format:
     )
 
 
+def drawn_wrongly(tokenizer: Any) -> list[str]:
+    """What the template draws so that its own format cannot read it back, with how it does."""
+    fmt = detect_format(tokenizer)
+    found = []
+    for what, tool, arguments in HARD if fmt is not None else ():
+        drawn = _drawn(tokenizer, tool, arguments)
+        if fmt is not None and drawn is not None and not _reads(fmt, drawn, tool, arguments):
+            found.append(f"{what}, as `{_short(drawn[drawn.rindex(tool.name) :])}`")
+    return found
+
+
 def _is_stop(tokenizer: Any, marker: str) -> bool:
     return tokenizer.convert_tokens_to_ids(marker) in tokenizer.eos_token_ids
 
@@ -92,13 +116,19 @@ def _is_stop(tokenizer: Any, marker: str) -> bool:
 def _find(tokenizer: Any) -> Found:
     config = getattr(tokenizer, "init_kwargs", {})
     named = config.get("tool_parser_type") or config.get("chat_template_type")
-    drawn = _drawn(tokenizer)
-    if drawn is None:
+    first = _drawn(tokenizer, PROBE, ARGUMENTS)
+    if first is None:
         return Found(_by_name(tokenizer, named))
-    for fmt in _candidates(tokenizer, named):
-        if _reads(fmt, drawn):
-            return Found(fmt, drawn)
-    return Found(unreadable=" ".join(drawn.split())[:120])
+    for tool, arguments in ((PROBE, ARGUMENTS), (TEXT_ONLY, {"city": "Ulm"})):
+        drawn = _drawn(tokenizer, tool, arguments) or ""
+        for fmt in _candidates(tokenizer, named):
+            if _reads(fmt, drawn, tool, arguments):
+                return Found(fmt, drawn)
+    return Found(unreadable=_short(first))
+
+
+def _short(drawn: str) -> str:
+    return " ".join(drawn.split())[:120]
 
 
 def _by_name(tokenizer: Any, named: str | None) -> Format | None:
@@ -128,27 +158,27 @@ def _foreign(tokenizer: Any, name: str) -> Format:
     )
 
 
-def _drawn(tokenizer: Any) -> str | None:
-    """The reply with the probe call, up to its end; None for a template that draws none."""
-    for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):
-        function = {"name": PROBE.name, "arguments": arguments}
+def _drawn(tokenizer: Any, tool: Tool, arguments: dict[str, Any]) -> str | None:
+    """The reply with a call of `tool`, up to its end; None for a template that draws none."""
+    for given in (arguments, json.dumps(arguments)):
+        function = {"name": tool.name, "arguments": given}
         call = {"id": "call00000", "type": "function", "function": function}
         reply = {"role": "assistant", "content": "", "tool_calls": [call]}
         draw = partial(
             tokenizer.apply_chat_template,
             [{"role": "user", "content": ASKED}, reply],
-            tools=[PROBE.spec],
+            tools=[tool.spec],
             tokenize=False,
             add_generation_prompt=False,
         )
         try:
-            text = template_limits.render(draw, PROBE.spec)
+            text = template_limits.render(draw, tool.spec)
         except DS4Error:  # it runs for too long
             raise
         except Exception:  # templates raise whatever they like
             continue
         text = text.rpartition(ASKED)[2]
-        if PROBE.name in text:
+        if tool.name in text:
             return _up_to_stop(tokenizer, text)
     return None
 
@@ -161,17 +191,17 @@ def _up_to_stop(tokenizer: Any, text: str) -> str:
     return text[: min(ends, default=len(text))]
 
 
-def _reads(fmt: Format, drawn: str) -> bool:
-    """Whether the format finds the probe call and reads it without having to mend anything."""
-    for match in regex.finditer(fmt.opening([PROBE.name]), drawn):
+def _reads(fmt: Format, drawn: str, tool: Tool, arguments: dict[str, Any]) -> bool:
+    """Whether the format finds the call and reads it without having to mend anything."""
+    for match in regex.finditer(fmt.opening([tool.name]), drawn):
         marker = match.end("start") if match.groupdict().get("start") else match.start("kept")
         body = drawn[marker:]
         if fmt.end and fmt.end in body:
             body = body[: body.rindex(fmt.end)]
         try:
-            calls = parse_calls(fmt, body, [PROBE])
+            calls = parse_calls(fmt, body, [tool])
         except Refused:
             continue
-        if [(c.notes, json.loads(c.arguments)) for c in calls] == [((), ARGUMENTS)]:
+        if [(c.notes, json.loads(c.arguments)) for c in calls] == [((), arguments)]:
             return True
     return False

@@ -62,7 +62,7 @@ class Tagged:
     and `key_close` are regular expressions, the rest is literal, `{key}` in `value_close` is the
     argument's name. `trim` says what surrounds a text and is no part of it: "newline" (one on each
     side), "pair" (one on both sides or none), "all" white space, or "none". Several calls may
-    follow each other where `many`.
+    follow each other where `many`. An argument that is null is not written where `omits_null`.
     """
 
     call_open: str
@@ -73,7 +73,13 @@ class Tagged:
     call_close: str
     trim: str = "newline"
     many: bool = True
+    omits_null: bool = False
     values: Syntax = PYTHON
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether elements are named after their arguments, and lists and objects have parts."""
+        return "{key}" in self.value_close
 
     def closes(self, key: str) -> str:
         """What ends the value of `key`."""
@@ -280,6 +286,7 @@ _ALL = [
             f"{_M3}</{{key}}>",
             f"{_M3}</invoke>",
             trim="none",
+            omits_null=True,
         ),
         SPACE + regex.escape(_M3),
     ),

@@ -93,7 +93,8 @@ class GuardEnd:
 @dataclass(frozen=True)
 class _State:
     """After a token. `held`: (pos, text) of tokens not shown yet, `at`: where that text begins;
-    `begun`: whether the answer has any text, `since`: where thoughts or code began.
+    `begun`: whether the answer has any text, `called`: whether that is a call which turned out to
+    be prose, `since`: where thoughts or code began.
 
     In a call, `held` are its first tokens up to the one that opened it, `before` is text of the
     first of them that stands before the marker and `marker` the marker's length.
@@ -106,6 +107,7 @@ class _State:
     marker: int = 0
     since: int = 0
     begun: bool = False
+    called: bool = False
 
     @property
     def opened(self) -> int:
@@ -127,6 +129,7 @@ class Guard:
 
     notices: things for the user to read (what is not checked, why there is no grammar).
     repairs: the number of "left" and "broken" steps so far.
+    allows_prose: whether a call without a marker may turn out to be the beginning of prose.
     caught, caught_text: the calls that closed in what `catch_up` took, and the text around them.
     """
 
@@ -144,6 +147,7 @@ class Guard:
         self.tools = list(tools)
         self.max_repairs = max_repairs
         self._resumable = resumable
+        self.allows_prose = True
         self.repairs = 0
         self.notices = [notice for tool in tools for notice in tool.notices]
         self._grammar = self._build_grammar(tokenizer) if use_grammar else None
@@ -283,7 +287,27 @@ class Guard:
                 return self._plain(start, text)
             return self._outside(state, (*state.held, (pos, text)), start)
         bad = self._first_bad(state)
-        return self._advance(state, text) if bad is None else self._left(bad, state.opened)
+        if bad is None:
+            return self._advance(state, text)
+        return self._to_prose(state, text) or self._left(bad, state.opened)
+
+    def _to_prose(self, state: _State, text: str) -> GuardStep | None:
+        """Where a call has no marker it is the whole reply: one that goes on in its own line with
+        `text`, the newest token, is the beginning of a sentence."""
+        raw = self._raw(state)
+        cut = len(raw) - len(text)
+        between = raw[len(raw[:cut].rstrip()) : len(raw) - len(text.lstrip())]
+        is_bare = self.fmt.bare and not state.marker and self.allows_prose
+        if (
+            not is_bare
+            or not self._may_close(state)
+            or {"\n", "\r"} & {*between}
+            or not text.strip()
+        ):
+            return None
+        self._show(state.at, state.before + raw[:cut])
+        self._resume(state, cut, called=True)
+        return NOTHING
 
     def _plain(self, start: int, text: str) -> GuardStep:
         """Text that no marker begins in, at offset `start`."""
@@ -333,7 +357,8 @@ class Guard:
         """Show the first `end` characters and go on in another mode."""
         self._show(state.at, whole[:end])
         begun = state.mode != "think" and mode != "think"
-        after = _State(mode=mode, at=state.at + end, since=state.at + end, begun=begun)
+        at, called = state.at + end, state.called
+        after = _State(mode=mode, at=at, since=at, begun=begun, called=called)
         return self._outside(after, _without(held, end))
 
     def _hold(self, state: _State, held: tuple, at: int) -> GuardStep:
@@ -399,11 +424,11 @@ class Guard:
         self._resume(state, cut)
         return GuardStep(event="closed", calls=calls, opened=state.opened)
 
-    def _resume(self, state: _State, cut: int) -> None:
+    def _resume(self, state: _State, cut: int, called: bool = False) -> None:
         """Go on with ordinary text at character `cut` of the call's text."""
         at = state.at + len(state.before) + cut
         rest = self._raw(state)[cut:]
-        self._set(_State(at=at, begun=True))
+        self._set(_State(at=at, begun=True, called=called))
         if rest:
             self._outside(self._state, ((self._end - 1, rest),))
 
@@ -460,7 +485,9 @@ class Guard:
             if not (self._resumable and reason in ("length", "cancelled")):
                 self._show(state.at, self.waiting)
             found = self._calls_in_open_section(state) if reason == "stop" else ()
-            return GuardEnd("".join(self._out), found, reason="" if found else self._examples())
+            return GuardEnd(
+                "".join(self._out), found, reason="" if found else self._examples(state)
+            )
         if reason == "tool":
             return GuardEnd()
         return self._finish_in_call(state, reason)
@@ -507,8 +534,10 @@ class Guard:
         note = f"it stood in {where} that was never closed"
         return tuple(replace(c, notes=(*c.notes, note)) for c in calls)
 
-    def _examples(self) -> str:
+    def _examples(self, state: _State) -> str:
         """Said of calls that were taken for examples."""
+        if state.called:
+            return "a tool call at the beginning of a sentence was taken as text"
         blocks = "".join(self._pieces).split(FENCE)[1::2]
         if any(_is_call(m) for block in blocks for m in self._openings[False].finditer(block)):
             return "a tool call in a code block was taken as text"

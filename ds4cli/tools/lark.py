@@ -230,7 +230,10 @@ class Writer:
         schema = json_schema.followed(self.schemas[index])
         keys = {k: s for k, s in schema.get("properties", {}).items() if s is not False}
         is_open = bool(schema.get("patternProperties") or schema.get("additionalProperties", True))
-        return keys, set(schema.get("required", ())) & set(keys), is_open
+        required = set(schema.get("required", ())) & set(keys)
+        if isinstance(self.fmt.style, Tagged) and self.fmt.style.omits_null:
+            required -= set(json_schema.nullable(schema, self.schemas[index]))
+        return keys, required, is_open
 
     # one element per argument
 
@@ -244,13 +247,14 @@ class Writer:
         values = self._values(index, style.values)
         keys, required, more = self._declared(index)
         written = [
-            (f"{self._terminal(style.key_open + key, style.key_close)} {body}", key)
+            (self._terminal(style.key_open + key, style.key_close), body, key)
             for key, sub in keys.items()
             if (body := self._element(key, sub, values, style)) is not NEVER
         ]
         end = self._call_end(style, kept)
         if self.rules.drawn:
-            rest = values.in_order(written, required, end, "")
+            members = [(f"{head} {body}", key) for head, body, key in written]
+            rest = values.in_order(members, required, end, "")
         else:
             rest = self._any_order(f"t{index}{kept}", written, required, end, more)
         head = f"{quoted(style.call_open + tool.name)} {_pattern(style.name_close)}"
@@ -258,20 +262,48 @@ class Writer:
         return self.rules.define(f"c{index}{kept}", f"{head} {rest}")
 
     def _any_order(
-        self, name: str, written: list[tuple[str, str]], required: set[str], end: str, more: bool
+        self,
+        name: str,
+        written: list[tuple[str, str, str]],
+        required: set[str],
+        end: str,
+        more: bool,
     ) -> str:
-        """The elements of a call, each at most once, and its end; `more`: others among them."""
-        style, bits = self.fmt.style, numbered([key for _, key in written], required)
+        """The elements of a call as (head, value, key), each at most once, and its end; `more`:
+        others among them."""
+        style, bits = self.fmt.style, numbered([key for _, _, key in written], required)
         assert isinstance(style, Tagged)
-        lines = [f"{end}{given(bits[k] for k in sorted(required & set(bits)))}"]
-        for rule, key in written:
-            lines.append(f"{rule} {marked(name, bits, key)}")
-            lines += self._unclosed(rule, key, bits, required - {key})
-        if more:
-            text = self._text(style, style.value_close)
-            lines.append(f"{self._other(style)} {text} {marked(name, bits)}")
+        done = given(bits[k] for k in sorted(required & set(bits)))
+        text = self._text(style, style.value_close)
+
+        def value(body: str, key: str = "") -> str:
+            is_open = body == text and not style.is_keyed
+            return marked(f"{name}v", bits, key) if is_open else f"{body} {marked(name, bits, key)}"
+
+        lines = [f"{end}{done}", *(f"{head} {value(body, key)}" for head, body, key in written)]
+        lines += [f"{self._other(style)} {value(text)}"] if more else []
         self.rules.define(marked(name, bits), "\n  | ".join(lines))
+        ways = [f"{text} {marked(name, bits)}", *self._cut_short(done)]
+        ways += [f"{self._until(key)} {value(body, key)}" for _, body, key in written]
+        self.rules.define(marked(f"{name}v", bits), "\n  | ".join(ways))
         return f"{name}::0x0" if bits else name
+
+    def _until(self, key: str) -> str:
+        """A text that lacks its closing tag, up to the head of another argument."""
+        style = self.fmt.style
+        assert isinstance(style, Tagged)
+        head = f"{escaped(style.key_open + key)}{_slashed(style.key_close)}"
+        return self.rules.define(f"until_{key.encode().hex()}[lazy]", f"/{ANY_TEXT}{head}/")
+
+    def _cut_short(self, done: str) -> list[str]:
+        """The last text of a call may lack its closing tag: the call's own tags end it."""
+        style = self.fmt.style
+        if not _has_unclosed(self.fmt) or not isinstance(style, Tagged):
+            return []
+        both = rf"{escaped(style.call_close)}[ \t\r\n]*{escaped(self.fmt.end)}"
+        tagged = rf"/(.|\n)*{escaped(style.value_close)}(.|\n)*/"
+        text = self.rules.define("UNCLOSED", rf"/(.|\n)*{both}/ & ~{tagged}")
+        return [f"{text} TAIL?{done}"]
 
     def _call_end(self, style: Tagged, kept: str) -> str:
         """What closes a call. White space is part of these terminals: the lexer takes the longest
@@ -281,20 +313,6 @@ class Writer:
             return close
         end = f"GAP? {quoted(self.fmt.end)} TAIL?"
         return f"{close} ({end})?" if kept else f"{close} {end}"
-
-    def _unclosed(self, rule: str, key: str, bits: dict[str, int], required: set[str]) -> list[str]:
-        """The last text of a call may lack its closing tag: the call's own tags end it."""
-        style = self.fmt.style
-        if not _has_unclosed(self.fmt) or not isinstance(style, Tagged):
-            return []
-        text = self._text(style, style.closes(key))
-        if not rule.endswith(f" {text}"):
-            return []
-        both = rf"{escaped(style.call_close)}[ \t\r\n]*{escaped(self.fmt.end)}"
-        tagged = rf"/(.|\n)*{escaped(style.value_close)}(.|\n)*/"
-        open_text = self.rules.define("UNCLOSED", rf"/(.|\n)*{both}/ & ~{tagged}")
-        done = given(bits[k] for k in sorted(required & set(bits)))
-        return [f"{rule.removesuffix(text)} {open_text} TAIL?{done}"]
 
     def _other(self, style: Tagged) -> str:
         """The head of an argument that is not declared."""
@@ -329,7 +347,7 @@ class Writer:
             for word in sorted(limits):
                 values._note(f"`{word}` is")
             return self._text(style, style.closes(key))
-        if style.value_close != style.closes(key) and self._has_parts(sub, values.root):
+        if style.is_keyed and self._has_parts(sub, values.root):
             return self._text(style, style.closes(key))  # its parts are elements, too
         value = values.value(sub)
         return NEVER if value is NEVER else f"WS? {value} WS? {close}"

@@ -4,7 +4,7 @@ data, and the reader for what is not strict JSON.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -194,7 +194,7 @@ class LiteralReader:
             result.append(self.value(depth))
         return result
 
-    def calls(self, known: Callable[[str], list[str]]) -> list[tuple[str, dict[str, Any]]]:
+    def calls(self, known: Callable[[str], Set[str]]) -> list[tuple[str, dict[str, Any]]]:
         """`[name(key=value, ...), ...]`, also without its last bracket; known(name): the names of a
         tool's arguments, which may hold any characters."""
         if not self.take("["):
@@ -209,7 +209,7 @@ class LiteralReader:
             found.append(self._call(known))
         return found
 
-    def _call(self, known: Callable[[str], list[str]]) -> tuple[str, dict[str, Any]]:
+    def _call(self, known: Callable[[str], Set[str]]) -> tuple[str, dict[str, Any]]:
         head = regex.compile(r"\s*(?P<name>[\w.:$\-]+)\s*\(").match(self.text, self.at)
         if not head:
             raise Refused(f"each call must be `name(key=value, ...)`, not `{self.rest()[:40]}`")

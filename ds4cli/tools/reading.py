@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,9 +186,11 @@ def _tagged_call(style: Tagged, text: str, tools: Sequence[Tool]) -> tuple[Draft
     if not head:
         raise Refused(f"expected `{style.call_open or 'a name'}` at `{text[:40]}`")
     draft, text = Draft(head["name"], {}), text[head.end() :].lstrip()
-    schema = next((t.arguments_schema for t in tools if t.name == draft.name), {})
+    schema = _schema_of(draft.name, tools)
     while text.startswith(style.key_open) and not _closes(style, text):
         text = _tagged_argument(style, text, schema, draft)
+    if style.omits_null:
+        draft.arguments = _with_nulls(draft.arguments, schema, schema)
     if _closes(style, text):
         return draft, text[len(style.call_close) :]
     if text:
@@ -212,7 +214,8 @@ def _tagged_argument(style: Tagged, text: str, schema: dict[str, Any], draft: Dr
     key = head["key"]
     if key in draft.arguments:
         raise Refused(f"`{key}` is given twice")
-    end, after = _value_end(style, text, head.end(), key, draft)
+    others = _argument_names(schema) - {key, *draft.arguments}
+    end, after = _value_end(style, text, head.end(), key, others, draft)
     raw = _trimmed(text[head.end() : end], style.trim)
     nested = _nested(style, raw, json_schema.property_of(schema, key), schema)
     draft.arguments[key] = (
@@ -221,12 +224,18 @@ def _tagged_argument(style: Tagged, text: str, schema: dict[str, Any], draft: Dr
     return text[after:]
 
 
-def _value_end(style: Tagged, text: str, start: int, key: str, draft: Draft) -> tuple[int, int]:
+def _value_end(
+    style: Tagged, text: str, start: int, key: str, others: Set[str], draft: Draft
+) -> tuple[int, int]:
     """Where the value that begins at `start` ends, and where the text goes on.
 
     Not at the first closing tag but at the first one that structure follows: a value may contain
-    the tag itself.
+    the tag itself. Where one of the arguments `others` opens before any closing tag, that is
+    missing.
     """
+    if (cut := _opening(style, text, start, key, others)) is not None:
+        draft.notes.append(f"`{style.closes(key)}` of `{key}` was missing")
+        return cut, cut
     ends = [f"{regex.escape(style.key_open)}(?!/)", regex.escape(style.call_close)]
     close = regex.escape(style.closes(key))
     after = "|".join(end for end in ends if end)
@@ -239,6 +248,29 @@ def _value_end(style: Tagged, text: str, start: int, key: str, draft: Draft) -> 
         end = len(whole) - len(style.call_close)
         return end, end
     raise Refused(f"the value of `{key}` is never closed")
+
+
+def _opening(style: Tagged, text: str, start: int, key: str, others: Set[str]) -> int | None:
+    """Where one of the arguments `others` opens before any closing tag."""
+    if style.is_keyed or not others:
+        return None
+    names = "|".join(map(regex.escape, sorted(others)))
+    head = rf"{regex.escape(style.key_open)}(?:{names})(?:{style.key_close})"
+    match = regex.compile(rf"{head}|{regex.escape(style.closes(key))}").search(text, start)
+    return match.start() if match and not match[0].startswith(style.closes(key)) else None
+
+
+def _with_nulls(value: Any, schema: Any, root: Any) -> Any:
+    """`value` with the members that its schema requires, lets be null, and that are not there."""
+    if isinstance(value, list):
+        item = json_schema.items_of(json_schema.followed(schema, root))[1]
+        return [_with_nulls(part, item, root) for part in value]
+    if not isinstance(value, dict):
+        return value
+    found = {
+        k: _with_nulls(v, json_schema.property_of(schema, k, root), root) for k, v in value.items()
+    }
+    return found | {n: None for n in json_schema.nullable(schema, root) if n not in found}
 
 
 def _trimmed(raw: str, trim: str) -> str:
@@ -256,7 +288,7 @@ def _trimmed(raw: str, trim: str) -> str:
 def _nested(style: Tagged, raw: str, sub: Any, root: dict[str, Any]) -> Any:
     """A list or an object whose parts are elements of their own; None where it is not one."""
     types = json_schema.types_of(sub, root)
-    if style.value_close == style.closes("x") or types & {"string"}:
+    if not style.is_keyed or types & {"string"}:
         return None
     if not raw.strip():
         return [] if "array" in types else {} if "object" in types else None
@@ -366,16 +398,19 @@ def _read_literal(style: Literal, body: str) -> list[Draft]:
 
 def _read_pythonic(style: Pythonic, body: str, tools: Sequence[Tool]) -> list[Draft]:
     reader = LiteralReader(body, style.values)
-    calls = reader.calls(lambda name: _argument_names(name, tools))
+    calls = reader.calls(lambda name: _argument_names(_schema_of(name, tools)))
     if not calls or reader.rest().strip():
         raise Refused("expected a list of calls, `[name(key=value)]`")
     notes, wraps = reader.notes, style.values.wraps
     return [Draft(name, given, notes=[*notes], is_spelled=wraps) for name, given in calls]
 
 
-def _argument_names(name: str, tools: Sequence[Tool]) -> list[str]:
-    found = next((t.arguments_schema for t in tools if t.name == name), {})
-    return list(json_schema.followed(found).get("properties", {}))
+def _schema_of(name: str, tools: Sequence[Tool]) -> dict[str, Any]:
+    return next((t.arguments_schema for t in tools if t.name == name), {})
+
+
+def _argument_names(schema: dict[str, Any]) -> set[str]:
+    return set(json_schema.followed(schema).get("properties", {}))
 
 
 # A format that only mlx-lm knows

@@ -135,6 +135,14 @@ def property_of(schema: Any, key: str, root: Any = None) -> Any:
     return schema.get("properties", {}).get(key, more if isinstance(more, dict) else {})
 
 
+def nullable(schema: Any, root: Any = None) -> list[str]:
+    """The members that an object must have and that may be null."""
+    schema = followed(schema, root)
+    root = schema if root is None else root
+    names = [name for name in schema.get("required", ()) if name in schema.get("properties", {})]
+    return [n for n in names if "null" in types_of(schema["properties"][n], root)]
+
+
 def items_of(schema: dict[str, Any]) -> tuple[list[Any], Any]:
     """The schemas of a list's first items, and that of all others."""
     items = schema.get("items", True)
@@ -289,8 +297,9 @@ def is_valid(value: Any, schema: Any, root: Any, depth: int = 0) -> bool:
 
 
 def _matches(pattern: str, text: str) -> bool:
-    """As ECMA's expressions do, and the grammars: `\\w` and `\\d` are ASCII."""
-    return regex.search(pattern, text, regex.ASCII) is not None
+    """Expressions are ECMA's here and in grammars, where `\\w` is ASCII and `\\s` is not: either
+    reading will do."""
+    return any(regex.search(pattern, text, flag) for flag in (regex.ASCII, regex.UNICODE))
 
 
 def _same(a: Any, b: Any) -> bool:
