@@ -113,7 +113,9 @@ def row(sides: dict, lanes: int, given: argparse.Namespace, engine: Engine) -> s
                 same[name] = sum(a == b for a, b in zip(alone, texts, strict=False))
     middle = {name: statistics.median(found) for name, found in rates.items()}
     ours, theirs = rates.values()
-    ratio = statistics.median(a / b if b else float("inf") for a, b in zip(ours, theirs, strict=True))
+    ratio = statistics.median(
+        a / b if b else float("inf") for a, b in zip(ours, theirs, strict=True)
+    )
     cells = [f"{lanes:5}", *(f"{middle[name]:9.1f}" for name in sides), f"{ratio:6.2f}"]
     cells += [f"{same[name]:6} of {lanes:2}" for name in sides if name in same]
     return "".join(cells)

@@ -20,6 +20,7 @@ from ds4cli.batch.requests import (
     parse,
 )
 from ds4cli.batch.results import FileResults, StreamResults
+from ds4cli.batch.width import Width
 from ds4cli.errors import DS4Error, UsageError
 from ds4cli.settings import Settings
 from ds4cli.tokens import common_prefix
@@ -542,3 +543,31 @@ def test_blank_lines_and_common_prefix():
     """Guards: a trailing empty line becomes a failed request; arrays and lists compare wrongly."""
     assert is_blank(b" \r\n") and not is_blank(b"x")
     assert common_prefix((1, 2, 3), (1, 2, 4)) == 2
+
+
+# --- how many at a time --------------------------------------------------------------------------
+
+
+def widths(wanted, rate, rounds=200) -> list[int]:
+    """The widths that are tried where `rate(width)` tokens a second are made."""
+    width, found = Width(wanted), []
+    for _ in range(rounds):
+        found.append(width.now)
+        width.observe(width.now, width.now, width.now / rate(width.now))
+    return [n for i, n in enumerate(found) if i == 0 or n != found[i - 1]]
+
+
+def test_as_many_at_a_time_as_pay():
+    """A width that was too large stayed; a number that was given was not kept to."""
+    assert widths(None, lambda n: 100 * n) == [4, 8, 16, 32]
+    assert widths(None, lambda n: min(n, 8)) == [4, 8, 16, 8]
+    assert widths(None, lambda n: 100) == [4, 8, 4]
+    assert widths(5, lambda n: 100) == widths(5, lambda n: n) == [5]
+
+
+def test_only_full_rounds_judge_a_width():
+    """The last lines of a batch, few at a time, made the width of the next ones small."""
+    width = Width(None)
+    for _ in range(100):
+        width.observe(2, 2, 1.0)
+    assert width.now == 4

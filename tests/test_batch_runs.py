@@ -17,7 +17,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from batch_zygote import Zygote
-from folder import TEMPLATE, save_folder
+from folder import TEMPLATE, VOCAB_SIZE, save_folder
+from tiny import CFG
 from typer.testing import CliRunner
 
 from ds4cli import batch, generate, signals
@@ -25,6 +26,7 @@ from ds4cli.batch.desk import Desk
 from ds4cli.batch.requests import derived_seed
 from ds4cli.cli import app
 from ds4cli.engine.engine import Engine
+from ds4cli.lanes import Lanes
 from ds4cli.rewind.timeline import Timeline
 from ds4cli.settings import Settings
 
@@ -196,6 +198,91 @@ def test_a_run_that_was_cut_ends_in_the_same_bytes(shared, folders, group):
         Path("cut").write_bytes(whole[:size])
         assert run(source, "cut", folders["qwen3_next"], group=group, resume=True) == 1
         assert Path("cut").read_bytes() == whole
+
+
+# --- several at a time ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_bytes_are_those_of_one_at_a_time(shared, folders, family):
+    """A lane's neighbours reached its answer; a line that ended first was written first."""
+    lines = [*mixed_requests(6), {"prompt": "x" * 50, "max_tokens": 20}, {"custom_id": "bad"}]
+    lines += [{"prompt": "y", "max_tokens": 2}, {"prompt": "yz", "stop": ["a", "e"]}]
+    source, folder = write_jsonl("in", lines), folders[family]
+    assert run(source, "one", folder, {"parallel": 1}) == 1
+    one = Path("one").read_bytes()
+    assert sum(r["error"] is None for r in read_jsonl("one")) == 9
+    guesses = {"drafter": "ngram", "speculate": "always"}
+    for i, more in enumerate([{"parallel": 3}, {"parallel": 20}, guesses]):
+        assert run(source, f"out{i}", folder, more) == 1
+        assert Path(f"out{i}").read_bytes() == one
+    Path("cut").write_bytes(one[: len(one) // 2])
+    assert run(source, "cut", folder, {"parallel": 5}, resume=True) == 1
+    assert Path("cut").read_bytes() == one
+
+
+def test_lines_are_written_in_few_calls(shared, folders, monkeypatch):
+    """Several at a time, and each with a call of its own."""
+    calls, call = [], Lanes.call
+    monkeypatch.setattr(Lanes, "call", lambda s, f, c: (calls.append(len(f)), call(s, f, c))[1])
+    source = write_jsonl("in", [{"prompt": "abc"[:i]} for i in (1, 2, 3, 1, 2, 3, 1, 2)])
+    assert run(source, "out", folders["llama"], {"parallel": 4, "max_tokens": 10}) == 0
+    assert calls.count(4) == len(calls) == 20
+
+
+def told(monkeypatch, folder: str, settings, n: int = 3, **request) -> str:
+    """What a batch of n lines says on stderr."""
+    said = []
+    monkeypatch.setattr(batch.terminal, "note", said.append)
+    source = write_jsonl("in", [{"prompt": "ab"} for _ in range(n)])
+    chosen = Settings(model=folder, **{"max_tokens": 3, "drafter": "none", **settings})
+    assert batch.run(batch.BatchRequest(source, "out", force=True, **request), chosen) == 0
+    return "\n".join(said)
+
+
+def test_why_lines_are_answered_one_at_a_time_is_said(shared, folders, tmp_path, monkeypatch):
+    """Eight were asked for, and one was made, without a word."""
+    text = {**CFG["llama4"]["text_config"], "vocab_size": VOCAB_SIZE}
+    refused = str(save_folder(tmp_path / "refused", "llama4", text_config=text))
+    assert "one at a time: `mlx_lm.models.llama4` cannot" in told(monkeypatch, refused, {})
+    assert len(read_jsonl("out")) == 3
+    assert "at a time" not in told(monkeypatch, refused, {"parallel": 1})
+    folder = folders["llama"]
+    said = told(monkeypatch, folder, {"reproducible": True, "parallel": 4})
+    assert "one at a time: with `reproducible`" in said
+    assert said.count("at a time") == 1
+    said = told(monkeypatch, folder, {"parallel": 4})
+    assert "3/3 done, 4 at a time, " in said and "ties" not in said
+    monkeypatch.setattr(Shared, "is_float32", False)
+    assert told(monkeypatch, folder, {"parallel": 4}).count("ties may fall otherwise") == 1
+
+
+def test_a_failure_ends_what_is_begun_before_it_stops_a_fail_fast_run(shared, folders):
+    """The neighbours of a line that failed were thrown away half done."""
+    lines = [{"prompt": "a", "max_tokens": 30}, {"prompt": "b"}, {}, *[{"prompt": "c"}] * 5]
+    with pytest.raises(batch.Interrupted.__base__, match="line 3"):
+        run(write_jsonl("in", lines), "out", folders["llama"], {"parallel": 4}, fail_fast=True)
+    assert [r["error"] is None for r in read_jsonl("out")] == [True, True, False]
+
+
+def test_lanes_are_as_many_as_there_is_memory_for(shared, folders, monkeypatch):
+    """`auto` filled the memory of a small machine with the texts of 32 lines."""
+    begun = []
+    round_ = Desk.round
+    monkeypatch.setattr(
+        Desk, "round", lambda desk: (begun.append(len(desk.writing)), round_(desk))[1]
+    )
+    source = write_jsonl("in", [{"prompt": "ab"} for _ in range(6)])
+    assert run(source, "all", folders["llama"]) == 0
+    assert max(begun) == 4
+    begun.clear()
+    monkeypatch.setattr("ds4cli.batch.desk.memory.free_bytes", lambda: 40_000)
+    assert run(source, "few", folders["llama"]) == 0
+    assert 1 <= max(begun) < 4
+    begun.clear()
+    assert run(source, "given", folders["llama"], {"parallel": 6}) == 0
+    assert max(begun) == 6
+    assert Path("all").read_bytes() == Path("few").read_bytes() == Path("given").read_bytes()
 
 
 def test_the_seed_of_a_line_is_its_own(shared, folders):
@@ -441,7 +528,7 @@ def test_output_on_stdout_is_json_lines_and_nothing_else(shared, folders):
     result = command("--batch", "-", "-m", folders["llama"], "-n", 2, stdin=stdin)
     assert result.exit_code == 0
     assert [json.loads(x)["custom_id"] for x in result.stdout.splitlines()] == ["line-1", "line-2"]
-    assert "nothing reads `user`" in result.stderr and "2 of 2 done" in result.stderr
+    assert "nothing reads `user`" in result.stderr and "2/2 done" in result.stderr
 
 
 def test_plain_lines(shared, folders):
@@ -462,7 +549,7 @@ def test_progress_is_a_line_per_tenth(shared, folders):
     source = write_jsonl("in", [{"prompt": f"{i}"} for i in range(40)])
     result = command("--batch", source, "-o", "out", "-m", folders["llama"], "-n", 1)
     lines = [line for line in result.stderr.splitlines() if "done" in line]
-    assert len(lines) == 10 and lines[-1].startswith("40 of 40 done")
+    assert len(lines) == 10 and lines[-1].startswith("40/40 done")
     assert (
         command("--batch", source, "-o", "o2", "-m", folders["llama"], "-n", 1, "-q").stderr == ""
     )
@@ -485,7 +572,7 @@ def test_an_interrupted_run_says_how_to_go_on(shared, folders, monkeypatch):
     assert result.exit_code == 130
     done = size_of(Path("out"), lines=True)
     assert 2 <= done < 5
-    assert f"stopped: {done} of 5 done" in result.stderr and "`--resume`" in result.stderr
+    assert f"stopped: {done}/5 done" in result.stderr and "`--resume`" in result.stderr
     os.remove("stop")
     monkeypatch.setattr(batch.progress.BatchProgress, "update", update)
     assert command(*args, "--resume").exit_code == 0

@@ -153,6 +153,19 @@ def test_host_cost_is_counted(hybrid_folder):
     assert len(counts) == 3 and all(n > 0 for row in counts for n in row), done.stdout
 
 
+def test_batches_are_timed_beside_mlx_lms(hybrid_folder):
+    """Guards: the program behind the figures of batches fails, or compares no text."""
+    script = str(ROOT / "examples" / "batch_speed.py")
+    few = ["--lanes", "1", "3", "--tokens", "4", "--prompt", "6", "--repeats", "1"]
+    done = subprocess.run(
+        [sys.executable, script, str(hybrid_folder), *few], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["1", "3"]
+    assert [row[4:7] for row in rows] == [["1", "of", "1"], ["3", "of", "3"]], done.stdout
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
 def test_examples_say_how_they_are_called(path, monkeypatch, capsys):
     """Guards: `--help` taken for the name of a model."""

@@ -88,12 +88,12 @@ class BatchProgress:
     def words(self) -> str:
         """The tally in one line."""
         tally = self._tally
-        of = "" if self._total is None else f" of {self._total:,}"
+        of = "" if self._total is None else f"/{self._total:,}"
         parts = [
             f"{tally.done:,}{of} done",
             f"{tally.failed:,} failed" if tally.failed else "",
             f"{tally.lanes} at a time" if tally.lanes > 1 else "",
-            f"{tally.generated / self.seconds:,.1f} tok/s",
+            f"{_rate(tally.generated / self.seconds)} tok/s",
             f"{tally.cached_share:.0%} of prompts cached",
         ]
         return ", ".join(part for part in parts if part)
@@ -106,6 +106,10 @@ class BatchProgress:
         if self._total is None or not self._tally.made:
             return None
         return self.seconds / self._tally.made * (self._total - self._tally.done)
+
+
+def _rate(tokens: float) -> str:
+    return f"{tokens:,.0f}" if tokens >= 100 else f"{tokens:.1f}"
 
 
 def _clock(seconds: float | None) -> str:
