@@ -181,7 +181,7 @@ def test_a_cut_call_goes_on_under_a_new_guard(name):
     """Guards: a call that was cut, and goes on after its session was opened again, unwatched."""
     session, wrapper, _ = session_for(name, BAD[name], 1)
     whole, last, _ = run(session, wrapper)
-    for cut in range(1, len(whole), 7):
+    for cut in range(1, len(whole), 11):
         session.sync(PROMPT)
         guard = Guard(wrapper, TOOLS)
         begun = list(session.stream(max_tokens=cut, guard=guard))
