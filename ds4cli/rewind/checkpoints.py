@@ -77,8 +77,9 @@ class Checkpoints:
             widen = WIDENING[-1]
             while self.nbytes > budget and any(f.kind == kind for f in self.kept):
                 widen *= 2
-                self.kept = thinned(self.kept, live, (kind,), widen)
-                if widen > live + 2:
+                if widen <= live + 2:
+                    self.kept = thinned(self.kept, live, (kind,), widen)
+                else:
                     self._drop_oldest(kind)
 
     def _drop_oldest(self, kind: str) -> None:

@@ -1,0 +1,359 @@
+"""The horizon on a recurrence that can be checked by hand: the state at a position is the sum of
+the tokens before it, and the logits row there is the position itself.
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import mlx.core as mx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds4cli.rewind import horizon as module
+from ds4cli.rewind.horizon import Horizon, Packing, Segment, merged, slots_nbytes
+from ds4cli.tape import Tape
+from ds4cli.tape.tracks import Track
+
+WIDE = 8  # columns of a row of tape, of a state and of a logits row: 32 bytes each
+ROW_BYTES = WIDE * 4
+LAYERS = 2
+
+
+class Sums(Track):
+    """A slot is what it was, and the sum of the rows."""
+
+    @classmethod
+    def replay(cls, tracks, starts, rows):
+        return [s + t.data[0][:, :rows].sum(axis=1) for t, s in zip(tracks, starts, strict=True)]
+
+
+RECORDER = SimpleNamespace(
+    row_bytes=LAYERS * ROW_BYTES,
+    state_bytes=LAYERS * ROW_BYTES,
+    row_arrays=LAYERS,
+    state_arrays=LAYERS,
+)
+
+
+def wide(values) -> mx.array:
+    """Rows (n, WIDE) with these values."""
+    return mx.broadcast_to(mx.array(list(values), mx.float32)[:, None], (len(values), WIDE)) + 0
+
+
+def state(text: list[int]) -> list:
+    """The slots of all layers after `text`."""
+    return [[wide([sum(text) * (i + 1)])] for i in range(LAYERS)]
+
+
+def tape_of(tokens: list[int]) -> Tape:
+    tape = Tape()
+    rows = [wide(tokens)[None] * (i + 1) for i in range(LAYERS)]
+    tape.fill([[[Sums((x,))]] for x in rows])
+    return tape
+
+
+def segment_of(text: list[int], start: int, rows: int | None = None) -> Segment:
+    """The segment of the call that fed text[start:], of which `rows` stay."""
+    logits = wide(range(start + 1, len(text) + 1))
+    made = Segment(start, len(text) - start, tape_of(text[start:]), (logits,), state(text[:start]))
+    return made if rows is None else made.head(rows)
+
+
+class Fed:
+    """A text, and its horizon."""
+
+    def __init__(self, limit: int, budget_bytes: int = 1 << 20, at: int = 0):
+        self.horizon = Horizon(limit, budget_bytes, RECORDER)
+        self.text = [7] * at
+        self.dice = random.Random(3)
+
+    def feed(self, n: int = 1, kept: int | None = None) -> Fed:
+        """A call of n tokens, of which `kept` stay."""
+        start, kept = len(self.text), n if kept is None else kept
+        self.text += [self.dice.randrange(9) for _ in range(n)]
+        before = wide([start])[0] if start else None
+        self.horizon.append(segment_of(self.text, start, None if kept == n else kept), before)
+        del self.text[start + kept :]
+        return self
+
+    def singles(self, n: int) -> Fed:
+        for _ in range(n):
+            self.feed()
+        return self
+
+    def back(self, pos: int) -> Fed:
+        del self.text[pos:]
+        self.horizon.truncate(pos)
+        return self
+
+    def fork(self) -> Fed:
+        twin = Fed(0)
+        twin.horizon, twin.text = self.horizon.copy(), list(self.text)
+        return twin
+
+    def check(self) -> None:
+        """Every position that is reached has its state, and its row where that is kept."""
+        horizon = self.horizon
+        if not horizon.segments:
+            return
+        assert horizon.end == len(self.text)
+        for pos in range(horizon.low, horizon.end + 1):
+            slots, tape, rows = horizon.path(pos)
+            got = tape.replay(slots, rows) if rows else slots
+            for have, want in zip(got, state(self.text[:pos]), strict=True):
+                assert have[0].tolist() == want[0].tolist(), pos
+        for pos in horizon.rows():
+            assert horizon.row(pos).tolist() == [pos] * WIDE
+        assert horizon.rows().stop == horizon.end + 1
+
+    def longest_replay(self) -> int:
+        horizon = self.horizon
+        return max(horizon.path(p)[2] for p in range(horizon.low, horizon.end + 1))
+
+
+MOVES = st.lists(
+    st.one_of(
+        st.tuples(st.just("feed"), st.integers(1, 7), st.integers(1, 7)),
+        st.tuples(st.just("singles"), st.integers(1, 70)),
+        st.tuples(st.just("back"), st.integers(0, 30)),
+        st.tuples(st.just("fork")),
+    ),
+    max_size=8,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(MOVES, st.integers(1, 60), st.integers(200, 20_000))
+def test_any_course_of_calls_and_ways_back(moves, limit, budget):
+    """A state, or a row, of another position; more than was granted; a branch that hears of what
+    the other does."""
+    fed, left = Fed(limit, budget), []
+    for kind, *numbers in moves:
+        if kind == "fork":
+            left.append(fed.fork())
+        elif kind == "feed":
+            fed.feed(numbers[0], min(numbers))
+        elif kind == "back":
+            fed.back(max(1, len(fed.text) - numbers[0]) if fed.text else 0)
+        else:
+            fed.singles(*numbers)
+        horizon = fed.horizon
+        fed.check()
+        if kind in ("feed", "singles"):
+            assert horizon.nbytes <= budget or len(horizon.segments) == 1
+            assert horizon.held_bytes >= horizon.nbytes
+    for twin in left:
+        twin.check()
+
+
+def test_the_last_rows_are_reached_and_no_more_than_a_run_beyond():
+    """Rows that were promised are dropped one early, or rows that nobody asked for are kept."""
+    for limit in (1, 5, 32, 40):
+        fed = Fed(limit).singles(200)
+        fed.check()
+        assert 200 - limit - module.DENSE_SPACING <= fed.horizon.low <= 200 - limit
+        assert fed.longest_replay() <= module.DENSE_SPACING
+
+
+def test_the_first_row_is_what_came_before():
+    """The logits row at the very start belongs to the call before: a bare state has none."""
+    fed = Fed(50, at=4).feed(3)
+    assert fed.horizon.rows() == range(4, 8)
+    assert Fed(50).feed(3).horizon.rows() == range(1, 4)
+    assert Horizon(5, 100, None).rows() == range(0)
+    fed = Fed(50).feed(3)
+    assert (fed.horizon.low, fed.horizon.end) == (0, 3)
+    assert (Horizon(5, 100, None).low, Horizon(5, 100, None).end) == (None, None)
+
+
+def test_rows_that_do_not_follow_begin_anew():
+    """A gap between segments serves the state of another position."""
+    fed = Fed(50).singles(9)
+    text = [*fed.text, 1, 2, 3]
+    fed.horizon.append(segment_of(text, 11), wide([11])[0])
+    fed.text = text
+    assert (fed.horizon.low, fed.horizon.end, len(fed.horizon.segments)) == (11, 12, 1)
+    assert fed.horizon.rows() == range(11, 13)
+    fed.check()
+
+
+def test_cut_to_nothing_it_is_empty():
+    """The row of a start that is gone would be served for the next one."""
+    fed = Fed(50, at=4).singles(9)
+    fed.horizon.truncate(4)
+    assert (fed.horizon.segments, fed.horizon.start_row) == ([], None)
+    fed.text = fed.text[:4]
+    fed.singles(3).check()
+    fed.back(6).check()
+    assert fed.horizon.rows() == range(4, 7)
+    fed.horizon.clear()
+    assert (fed.horizon.segments, fed.horizon.start_row, fed.horizon.held_bytes) == ([], None, 0)
+
+
+def test_short_of_budget_old_logits_go_before_rows():
+    """Without its row a position costs one token; without its tape, a replay from afar."""
+    fed = Fed(40).singles(40)
+    whole = fed.horizon.nbytes
+    assert fed.horizon.rows() == range(1, 41) and fed.horizon.low == 0
+    fed.horizon.budget_bytes = whole - 3 * ROW_BYTES
+    fed.feed()
+    assert fed.horizon.low == 0 and fed.horizon.nbytes <= fed.horizon.budget_bytes
+    first = fed.horizon.rows().start
+    assert 5 <= first <= 1 + module.MERGE_SEGMENTS
+    fed.check()
+    fed.horizon.budget_bytes = fed.horizon.nbytes - 20 * ROW_BYTES
+    fed.feed()
+    assert fed.horizon.low > 0 and fed.horizon.nbytes <= fed.horizon.budget_bytes
+    assert fed.horizon.rows() == range(42, 43), "the newest call keeps its rows to the last"
+    fed.check()
+
+
+def test_a_budget_of_nothing_keeps_the_last_call():
+    """The last block is what a stop string goes back in: it stays whatever it takes."""
+    fed = Fed(40, budget_bytes=0).singles(3).feed(5, 3)
+    assert [(s.start, s.rows) for s in fed.horizon.segments] == [(3, 3)]
+    fed.check()
+
+
+def test_bytes_are_those_of_tape_rows_and_checkpoints():
+    """Bytes that are not counted are taken beyond the budget."""
+    one = segment_of([1, 2, 3], 1)
+    assert one.nbytes == 2 * LAYERS * ROW_BYTES + 2 * ROW_BYTES + LAYERS * ROW_BYTES
+    assert one.head(1).nbytes == LAYERS * ROW_BYTES + ROW_BYTES + LAYERS * ROW_BYTES
+    assert slots_nbytes([[None, wide([1])], []]) == ROW_BYTES
+    fed = Fed(40).feed(2)
+    assert fed.horizon.nbytes == segment_of(fed.text, 0).nbytes
+    fed.feed(1)  # the newest checkpoint was the live state a call ago
+    assert fed.horizon.nbytes == (2 + 1) * (LAYERS + 1) * ROW_BYTES + LAYERS * ROW_BYTES
+
+
+def test_one_checkpoint_serves_a_run_of_rows(monkeypatch):
+    """One for every row takes the memory; too few, and going back replays the whole horizon."""
+    fed = Fed(300).singles(200)
+    starts = [s.start for s in fed.horizon.segments if s.checkpoint is not None]
+    assert starts == [*range(0, 193, module.DENSE_SPACING), 199]
+    monkeypatch.setattr(module, "DENSE_CHECKPOINTS", 10**9)
+    fed = Fed(40).singles(200)
+    assert fed.horizon.spacing == 40
+    starts = [s.start for s in fed.horizon.segments if s.checkpoint is not None]
+    assert starts == [160, 199]
+
+
+def test_checkpoints_keep_their_distance_after_a_way_back():
+    """After a rewind the last one was looked for where it no longer stood."""
+    fed = Fed(300).singles(100)
+    fed.back(70).singles(60)
+    starts = [s.start for s in fed.horizon.segments if s.checkpoint is not None]
+    assert starts == [0, 32, 64, 96, 128, 129]
+    fed.check()
+
+
+def test_a_long_call_comes_in_pieces():
+    """Right after a prompt a rewind by one replayed all of it."""
+    fed = Fed(2000).feed(300)
+    sizes = [s.rows for s in fed.horizon.segments]
+    assert sizes == [module.PIECE_ROWS, module.PIECE_ROWS, 300 - 2 * module.PIECE_ROWS]
+    assert all(s.checkpoint is not None for s in fed.horizon.segments)
+    fed.check()
+    assert [s.rows for s in Fed(2000).feed(module.PIECE_ROWS).horizon.segments] == [128]
+    kept = Segment(0, 300, None, (wide(range(1, 301)),), None)
+    plain = Horizon(2000, 1 << 20, None)
+    plain.append(kept, None)
+    assert [s.rows for s in plain.segments] == [300], "nothing to replay, nothing to cut"
+
+
+def test_a_call_whose_first_rows_were_not_kept():
+    """A prompt's calls keep their last rows only: those before were served the wrong ones."""
+    text = [3, 1, 4, 1, 5, 9]
+    whole = segment_of(text, 0)
+    part = Segment(0, 6, whole.tape, (wide([5, 6]),), whole.checkpoint)
+    assert (part.first_logits, part.end) == (5, 6)
+    assert [part.row(p)[0].item() for p in (5, 6)] == [5, 6]
+    assert part.head(5).first_logits == 5 and part.head(3).logits == []
+    horizon = Horizon(50, 1 << 20, RECORDER)
+    horizon.append(part, None)
+    assert horizon.rows() == range(5, 7)
+    before, after = part.split(4)
+    assert (before.rows, after.start, after.rows, after.first_logits) == (4, 4, 2, 5)
+    assert before.logits == [] and after.row(6)[0].item() == 6
+    assert after.checkpoint[1][0].tolist() == state(text[:4])[1][0].tolist()
+
+
+def test_runs_of_single_rows_become_few_arrays():
+    """An array for every row, layer and input: hundreds of thousands of them."""
+    fed = Fed(4000).singles(700)
+    linked = [s for s in fed.horizon.segments if len(s.tape.arrays()) > LAYERS]
+    rows = sum(s.rows for s in linked)
+    assert module.LINKED_ROWS <= rows <= fed.horizon._linked_rows
+    packed = [
+        s for s in fed.horizon.segments if s.rows == module.MERGE_SEGMENTS and s not in linked
+    ]
+    assert packed and all(len(s.logits) == 1 for s in packed)
+    fed.check()
+
+
+def test_a_run_is_copied_layer_by_layer():
+    """A wait for thousands of copies at once, or a run of which a part is never copied."""
+    text = [1] * 4
+    run = merged([segment_of(text[: i + 1], i) for i in range(4)])
+    assert (run.start, run.rows, len(run.logits), len(run.tape.arrays())) == (0, 4, 4, 4 * LAYERS)
+    half = run.packed(0, 1)
+    assert len(half.tape.arrays()) == 1 + 4 and len(half.logits) == 4
+    done = half.packed(1, 2)
+    assert len(done.tape.arrays()) == LAYERS and len(done.logits) == 1
+    assert done.row(3)[0].item() == 3 and run.row(3)[0].item() == 3
+
+
+def test_packing_waits_for_its_rows_to_be_old_and_skips_what_is_gone(monkeypatch):
+    """A run that was cut away is packed for ever, or one that is new at once."""
+    monkeypatch.setattr(module, "MERGE_SEGMENTS", 1)
+    segments = [segment_of([1] * 6, 4)]
+    packing = Packing([2, 4])
+    twin = packing.copy()
+    packing.advance(segments, 9)
+    assert list(packing.starts) == [4] and list(twin.starts) == [2, 4]
+    before = segments[0]
+    packing.advance(segments, 5)
+    assert segments[0] is before and list(packing.starts) == [4]
+    packing.advance(segments, 6)
+    assert segments[0] is not before and not packing.starts
+
+
+def test_the_gaps_in_kept_rows_are_not_bridged():
+    """Merged segments whose older ones lost their rows: positions moved by as many."""
+    parts = [segment_of([1] * (i + 1), i) for i in range(4)]
+    parts[1] = Segment(1, 1, parts[1].tape, (), None)
+    run = merged(parts)
+    assert (run.first_logits, len(run.logits)) == (3, 2)
+    assert [run.row(p)[0].item() for p in (3, 4)] == [3, 4]
+
+
+def test_the_number_of_arrays_is_bounded(monkeypatch):
+    """Metal has room for 499,000 arrays in all."""
+    monkeypatch.setattr(module, "MAX_ARRAYS", 300)
+    monkeypatch.setattr(module, "LINKED_ROWS", 20)
+    fed = Fed(4000).singles(600)
+    assert fed.horizon._arrays() <= 300
+    arrays = sum(len(s.tape.arrays()) + len(s.logits) for s in fed.horizon.segments)
+    assert arrays <= 300
+    fed.check()
+
+
+def test_many_checkpoints_only_where_they_are_cheap():
+    """Eight of them in a quarter of the budget are many."""
+    cheap, dear = 4 * 8 * RECORDER.state_bytes, 4 * 8 * RECORDER.state_bytes - 4
+    assert Horizon(500, cheap, RECORDER).is_dense and not Horizon(500, dear, RECORDER).is_dense
+    assert Horizon(500, cheap, RECORDER).spacing == module.DENSE_SPACING
+    assert Horizon(500, dear, RECORDER).spacing == 500
+    assert Horizon(500, 0, None).is_dense and Horizon(500, 0, None).checkpoint_bytes == 0
+
+
+def test_where_every_array_takes_pages_rows_are_copied_at_once(monkeypatch):
+    """On Metal an array of 4 bytes takes 16 kB."""
+    monkeypatch.setattr(module, "page_bytes", lambda: 16384)
+    horizon = Horizon(500, 1 << 20, RECORDER)
+    assert horizon._stay_linked == 0 and horizon._page_bytes == 16384 * LAYERS
+    assert Horizon(500, 1 << 20, None)._page_bytes == 0
+    assert horizon.affordable_rows(0) < (1 << 20) // RECORDER.row_bytes
