@@ -8,7 +8,7 @@ from functools import cache
 
 import mlx.core as mx
 import pytest
-from oracle import FAMILIES, SCALE, Letters, engine, one_of_each
+from oracle import FAMILIES, SCALE, Letters, engine
 from tiny import V, build
 from typer.testing import CliRunner
 
@@ -82,7 +82,8 @@ def rows_of(lab, scenario):
     ("name", "scenario"),
     [
         *(("qwen3_next", scenario) for scenario in SCENARIOS),
-        *itertools.product(("llama", "gemma3_text"), ("rewind", "edits")),
+        ("llama", "rewind"),
+        ("gemma3_text", "edits"),
         ("deepseek_v41", "rewind"),
     ],
 )
@@ -182,7 +183,13 @@ def test_a_context_that_does_not_fit_is_refused():
 # --- the check ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", one_of_each(FAMILIES))
+# Lines of rows, recurrences and windows; each family is proved in other ways too.
+SHOWN = ("llama", "qwen3_next", "mamba2", "gemma3_text")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in SHOWN else pytest.mark.slow) for n in FAMILIES]
+)
 def test_the_check_holds_on_every_family(name):
     """Guards: a family whose rewinds are wrong, or a check that fails a family that is right."""
     findings = list(check.examine(lab_of(name), [19]))
