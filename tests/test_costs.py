@@ -214,6 +214,18 @@ def test_drafting_times_are_a_line():
     assert by_block.seconds(12) == pytest.approx(0.05, rel=0.2)
 
 
+@pytest.mark.parametrize("compiling", [1, 2, 5])
+def test_drafts_that_compiled_are_not_what_drafts_cost(compiling):
+    """Guards: a drafter that is 40 times too dear for ever, because its first drafts compiled
+    kernels for seconds and it was not asked again."""
+    times = DraftTimes()
+    for _ in range(compiling):
+        times.observe(4, 1.0)
+    for n in (4, 2, 6):
+        times.observe(n, 0.01 * n)
+    assert times.seconds(4) == pytest.approx(0.04, rel=0.3)
+
+
 # --- in a session -----------------------------------------------------------------------------
 
 

@@ -50,6 +50,8 @@ ASSUMED_WEIGHT, MEASURED_WEIGHT = 0.5, 2.0
 # How much a measurement still counts after one more of its kind, or one more block.
 PLAIN_DECAY, COST_DECAY = 0.95, 0.99
 ORIGIN_WEIGHT = 0.25
+# A drafter's first drafts, which are not timed: on a GPU they may compile kernels for seconds.
+COMPILING = 2
 # Blocks until prices are made anew.
 SIGHTINGS = 8
 
@@ -373,8 +375,15 @@ class DraftTimes:
     def observe(self, length: int, seconds: float) -> None:
         """A draft of `length` took `seconds`."""
         self._tries += 1
-        if self._tries > 3:
-            seconds = min(seconds, 2 * self.seconds(length))
+        if self._tries > COMPILING:
+            self._add(length, seconds)
+
+    def _add(self, length: int, seconds: float) -> None:
+        expected = self.seconds(length)
+        if 2 * seconds < expected:
+            self._n = self._x = self._y = self._xx = self._xy = 0.0  # those before compiled, too
+        elif self._n > 3:
+            seconds = min(seconds, 2 * expected)
         self._n = COST_DECAY * self._n + 1
         self._x = COST_DECAY * self._x + length
         self._y = COST_DECAY * self._y + seconds
