@@ -24,6 +24,7 @@ from ds4cli import __version__, settings, signals, terminal
 from ds4cli.errors import DS4Error, UsageError
 from ds4cli.help import Command, Group
 from ds4cli.options import Run, long_flag, refuse_both, with_settings
+from ds4cli.ranks.number import own_rank
 from ds4cli.settings import OPTIONS, OUTPUT, Settings
 
 # Every token leaves small containers behind for going back, which Python's collector of cycles
@@ -240,8 +241,13 @@ Force = Annotated[
 FailFast = Annotated[bool, _batch("Stop at the first line that fails.", "--fail-fast")]
 
 
+# Commands that run a model, so that several ranks may share it.
+RUNS_A_MODEL = ("generate", "chat", "rewind-bench", "doctor")
+
+
 @app.callback()
 def main(
+    ctx: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", help="Print versions.", is_eager=True, callback=_print_versions),
@@ -267,6 +273,15 @@ def main(
 ) -> None:
     """Speculative generation with cheap rewind on MLX."""
     gc.set_threshold(COLLECT_AFTER)
+    if own_rank():
+        raise typer.Exit(_follow() if ctx.invoked_subcommand in RUNS_A_MODEL else 0)
+
+
+def _follow() -> int:
+    """This is not the first of several ranks: it has no terminal and does what rank 0 does."""
+    from ds4cli.ranks import follower
+
+    return follower.run()
 
 
 @app.command(cls=Command)

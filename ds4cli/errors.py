@@ -3,6 +3,7 @@
 DS4Error            1  base: one line, plus a hint when there is something to do
 ├── UsageError      2  bad flag, setting or input; nothing was loaded
 ├── ModelError      1  the model cannot be loaded or used
+├── RankError       1  another rank is lost, or differs: none can go on
 ├── StateError      1  a rewind, restore or load that is impossible; the session is unchanged
 └── Interrupted   130  stopped by the user
 """
@@ -29,6 +30,10 @@ class UsageError(DS4Error):
 
 class ModelError(DS4Error):
     """The model cannot be loaded or used."""
+
+
+class RankError(DS4Error):
+    """Another rank of this run is lost, or differs from this one."""
 
 
 class StateError(DS4Error):

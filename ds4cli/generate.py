@@ -9,6 +9,8 @@ import contextlib
 import json
 import os
 import re
+import select
+import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from ds4cli import prompt_cache, signals, terminal
 from ds4cli.backend import blas, precision
 from ds4cli.errors import ModelError, UsageError
+from ds4cli.ranks.number import own_rank
 from ds4cli.settings import Settings
 from ds4cli.text import reasoning
 from ds4cli.text.reasoning import ReasoningSplitter
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from ds4cli.engine.engine import Engine
     from ds4cli.engine.generation import Event
     from ds4cli.engine.session import Session
+    from ds4cli.ranks.group import Leading
     from ds4cli.structured.guards import AnyGuard
     from ds4cli.structured.wanted import Wanted
     from ds4cli.text.tokenizer import Vocabulary
@@ -165,15 +169,25 @@ def gather_prompt(
     prompt = option if argument is None else argument
     names = [str(file) for file in files]
     nothing_given = prompt is None and not names
-    if nothing_given and (stdin is None or stdin.isatty()):
+    if nothing_given and (stdin is None or not _is_for_us(stdin)):
         hint = "give one as an argument, with `-p`, `-f FILE` or a pipe; or try `ds4cli chat`"
         raise UsageError("no prompt", hint)
     pieces = []
-    if "-" in (prompt, *names) or (stdin is not None and not stdin.isatty()):
+    if "-" in (prompt, *names) or (stdin is not None and _is_for_us(stdin)):
         pieces.append(_read_stdin(stdin))
     pieces += [_read_file(name) for name in names if name != "-"]
     pieces += [_utf8(prompt, "the prompt")] if prompt not in (None, "-") else []
     return _join(pieces)
+
+
+def _is_for_us(stdin: TextIO) -> bool:
+    """Whether somebody piped text. Launchers of ranks hold a pipe open and never write to it."""
+    if stdin.isatty() or own_rank() is None:
+        return not stdin.isatty()
+    is_open = stat.S_ISFIFO(os.fstat(stdin.fileno()).st_mode)
+    ready = select.poll()
+    ready.register(stdin, select.POLLHUP)
+    return not is_open or bool(ready.poll(0))
 
 
 def _join(pieces: Sequence[str]) -> str:
@@ -267,14 +281,17 @@ def load_engine(
     UsageError before the weights where calls of `tools` could not be read from this model.
     """
     begin = time.perf_counter()
+    group = _other_ranks(settings)
 
     def check(vocabulary: Vocabulary) -> None:
         check_tools(vocabulary, tools, verbose, quiet)
         vocabulary.template(settings, [tool.spec for tool in tools])
         before_weights(vocabulary)
+        if group is not None:
+            group.begin(_fields(settings))
 
     with terminal.status(f"loading {settings.model}") if not quiet else contextlib.nullcontext():
-        engine = _engine_class().load(before_weights=check, **_fields(settings))
+        engine = _engine_class().load(before_weights=check, group=group, **_fields(settings))
     if settings.model == "builtin" and not quiet:
         terminal.note(BUILTIN_NOTE)
     for line in engine.warnings if not quiet else ():
@@ -284,6 +301,15 @@ def load_engine(
         notices = [loaded, *blas.notices(), *precision.notices(), *engine.notices]
         terminal.notes([*notices, *str(engine.capabilities).splitlines()])
     return engine
+
+
+def _other_ranks(settings: Settings) -> Leading | None:
+    """The ranks that share the model with this process, which leads them; None for none."""
+    if own_rank() is None and settings.hostfile is None and settings.local_ranks == 1:
+        return None
+    from ds4cli.ranks.meeting import meet
+
+    return meet(settings)
 
 
 def _engine_class() -> type[Engine]:

@@ -25,8 +25,9 @@ from ds4cli.errors import UsageError
 PREFIX = "DS4CLI_"
 # One model call while decoding: the next token and the guesses. Sliding windows have slack for it.
 MAX_BLOCK_TOKENS = 32
-MODEL, SAMPLING, FORM, SPECULATION, REWIND, OUTPUT = PANELS = (
+MODEL, RANKS, SAMPLING, FORM, SPECULATION, REWIND, OUTPUT = PANELS = (
     "Model",
+    "Several machines",
     "Sampling",
     "Form of the reply",
     "Speculation",
@@ -124,6 +125,16 @@ class Settings:
         (), list, MODEL, "A token that ends the reply, too. Repeatable."
     )
     offline: bool = _setting(False, bool, MODEL, "Never download anything.")
+    hostfile: str | None = _setting(
+        None, str, RANKS, "Share the model with the hosts of this file, in MLX's form."
+    )
+    local_ranks: int = _setting(
+        1, int, RANKS, "Share it among so many processes here.", **_between(1, 64)
+    )
+    tensor_parallel: bool = _setting(
+        False, bool, RANKS, "Each computes a part of every layer: the default where that is known."
+    )
+    pipeline: bool = _setting(False, bool, RANKS, "Each computes some of the layers.")
     temp: float | None = _setting(
         None,
         float,

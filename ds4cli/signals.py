@@ -6,6 +6,7 @@ line that is being written to a file is written whole.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -165,6 +166,24 @@ def leave_now() -> None:
     if sys.stderr.isatty():
         os.write(2, b"\r\n")
     os._exit(terminal.EXIT_INTERRUPTED)
+
+
+def fail_now(message: str) -> None:
+    """End the process with one line, from any thread, when what is being written is whole."""
+    Whole.no_more()
+    try:
+        with contextlib.suppress(OSError, termios.error):
+            _restore_terminal()
+        terminal.fail(message)
+        _tidy()
+    finally:  # whoever read what is said may have gone
+        os._exit(1)
+
+
+def at_end(done: Callable[[], None], cut_short: Callable[[], None]) -> None:
+    """Call `done` when the program has ended by itself, `cut_short` when it is ended; not both."""
+    atexit.register(done)
+    _before_end.append(cut_short)
 
 
 def _tidy() -> None:

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 # Settings that never change what an answer says; the model and its template are told by the
 # fingerprint. Then those that change how fast it comes, and by that the rows of calls: with
 # `reproducible` they are told.
-WITHOUT_EFFECT = {"model", "chat_template", "offline", "tools", "stats", "parallel"}
+WITHOUT_EFFECT = {
+    "model", "chat_template", "offline", "tools", "stats", "parallel", "hostfile",
+    "local_ranks", "tensor_parallel", "pipeline",
+}  # fmt: skip
 ON_CALLS = {
     "drafter", "draft_model", "num_draft_tokens", "speculate", "corpus", "rewind_mb",
     "horizon_tokens", "prefill_step_size",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -31,7 +31,8 @@ from ds4cli.hooks import cuda, delta, last_row
 from ds4cli.hooks.cuda import attention, recurrences
 from ds4cli.hooks.taps import Taps
 from ds4cli.lanes import Lanes
-from ds4cli.models import adapters
+from ds4cli.models import adapters, sharding
+from ds4cli.models.sharding import Share
 from ds4cli.models.source import Source, check_type, find, locate
 from ds4cli.models.tokenizers import (
     check_same_tokenizer,
@@ -41,13 +42,15 @@ from ds4cli.models.tokenizers import (
     read_template,
 )
 from ds4cli.models.weights import embedding_rows, is_float32, load_weights
-from ds4cli.rewind import storage
 from ds4cli.rewind.timeline import Limits, Timeline
 from ds4cli.sampling import Sampler, check_bias
 from ds4cli.settings import Settings, cache_folder
 from ds4cli.tape import Recorder
 from ds4cli.tape.check import self_check
 from ds4cli.text.tokenizer import Vocabulary
+
+if TYPE_CHECKING:
+    from ds4cli.ranks.group import Group
 
 # Tokens of context whose cache rows are kept in memory with the weights.
 EXPECTED_TOKENS = 8192
@@ -97,7 +100,8 @@ class Engine(Vocabulary):
     """Loaded, shared, read-only. One engine serves any number of sessions.
 
     model: an mlx-lm model; tokenizer: mlx-lm's TokenizerWrapper (or alike); draft: a draft model;
-    head: a drafting head on this model. warnings: notices that everybody should see.
+    head: a drafting head on this model. warnings: notices that everybody should see. group: the
+    ranks that hold the model together with this process.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class Engine(Vocabulary):
         corpus: Corpus | None = None,
         sampling: Mapping[str, Any] | None = None,
         warnings: Sequence[str] = (),
+        group: Group | None = None,
     ):
         super().__init__(tokenizer, context_tokens, settings)
         self.corpus = Corpus() if corpus is None else corpus
@@ -122,6 +127,7 @@ class Engine(Vocabulary):
         self.corpus.notices = self.notices
         self.sampling = dict(sampling or {})
         self.model = model
+        self._group = group
         self._draft = draft
         self._head = head
         self.experience = Experience()
@@ -131,6 +137,11 @@ class Engine(Vocabulary):
         self.warnings = [line for line in (self.refusal, *warnings) if line]
         rows = [embedding_rows(m) for m in (model, draft) if m is not None]
         self.id_limit = min((n for n in rows if n is not None), default=None)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks hold parts of the model: they follow every move of its timelines."""
+        return self._group is not None
 
     @property
     def token_limit(self) -> int:
@@ -163,7 +174,7 @@ class Engine(Vocabulary):
     def capabilities(self) -> Capabilities:
         """How this model goes back, and what that costs; found out when first asked for."""
         armed = Armed.of(self.model)
-        return survey(self._timeline(self.model), armed.recorder, armed.refusal)
+        return survey(self._timeline(self.model, Timeline), armed.recorder, armed.refusal)
 
     @classmethod
     def load(
@@ -171,11 +182,13 @@ class Engine(Vocabulary):
         model: str | Path = "builtin",
         *,
         before_weights: Callable[[Vocabulary], None] = lambda vocabulary: None,
+        group: Group | None = None,
         **settings: Any,
     ) -> Engine:
         """Load a model by folder, hub id or `builtin`; every other setting by keyword.
 
         before_weights: called with the tokenizer's side, to check a prompt before the long part.
+        group: ranks that all load their part of the model now.
         UsageError for anything wrong with what was named (nothing is loaded then), ModelError for a
         model that cannot be used.
         """
@@ -198,10 +211,8 @@ class Engine(Vocabulary):
         if chosen.corpus is not None:
             corpus = Corpus.kept(Path(os.path.expanduser(chosen.corpus)), fingerprint)
         before_weights(vocabulary)
-        weights, more = load_weights(source, chosen.dtype)
+        weights, share, more = _weights(source, chosen, adapter, group)
         notices += more
-        if adapter is not None:
-            notices += adapters.put_on(weights, adapter)
         draft = None
         if draft_source is not None:
             draft, more = load_weights(draft_source, chosen.dtype)
@@ -214,14 +225,38 @@ class Engine(Vocabulary):
             draft=draft,
             head=head,
             context_tokens=context_tokens,
-            fingerprint=fingerprint,
+            fingerprint=fingerprint if share is None else share.fingerprint(fingerprint, weights),
             corpus=corpus,
             notices=notices + more,
             sampling=source.sampling,
             warnings=source.warnings,
+            group=group,
         )
+        if group is not None:
+            engine._meet(group)
         engine._wire()
         return engine
+
+    def _meet(self, group: Group) -> None:
+        """See that all ranks have loaded parts of one model, which go back alike."""
+        from ds4cli.ranks.group import versions
+
+        try:
+            layers = self.capabilities.layers
+        except (ValueError, TypeError) as error:
+            reason = f"mlx-lm cannot share this model out over {group.size} ranks: {error}"
+            raise ModelError(reason) from None
+        holds_all = sharding.stages(self.model) == 1
+        group.check(
+            {
+                "model": self.fingerprint,
+                "versions": versions(),
+                "type of weights": f"float32={is_float32(self.model)}",
+                "layers": [f"{x.count} x {x.kind}" for x in layers if holds_all],
+                "whether layers are recurrent": any(x.kind == "recurrent" for x in layers),
+                "way back": self.refusal,
+            }
+        )
 
     def _wire(self) -> None:
         """Where the system would page out what a session needs, keep that in memory."""
@@ -263,6 +298,8 @@ class Engine(Vocabulary):
     def lanes(self) -> Lanes:
         """What lets timelines share model calls, armed. ModelError where they cannot, with the
         reason."""
+        if self.is_shared:
+            raise ModelError("other ranks hold parts of the model, and follow one text at a time")
         settings, limits = self.settings, self._limits
         kv = settings.kv_bits, settings.kv_group_size
         return Lanes.arm(self.model, lambda: build_caches(self.model, limits.slack_tokens, *kv))
@@ -281,21 +318,14 @@ class Engine(Vocabulary):
         """A session that goes on from `timeline`, with a new drafter if none is given."""
         sampler = Sampler(self.settings, token_limit=self.token_limit)
         if drafter is None:
-            draft = None if self._draft is None else self._timeline(self._draft)
+            draft = None if self._draft is None else self._timeline(self._draft, Timeline)
             drafter = make(self.settings, sampler, draft=draft, head=self._head, corpus=self.corpus)
         return Session(self, timeline, sampler, drafter)
 
     def load_session(self, path: str | Path) -> Session:
         """The session saved at `path`. StateError if it is damaged or another model's."""
         timeline = self._timeline(self.model)
-        state = storage.read(path, self.fingerprint)
-        try:
-            timeline.load_state(state)
-        except StateError:
-            raise
-        except Exception as error:  # whole, but of another shape than anything this version writes
-            reason = f"session file `{path}` does not fit this model: {error!r}"
-            raise StateError(reason) from None
+        timeline.read(path, self.fingerprint)
         self.check_stored(timeline.tokens, path)
         return self.session_from(timeline)
 
@@ -308,7 +338,7 @@ class Engine(Vocabulary):
 
     def save_session(self, timeline: Timeline, path: str | Path) -> None:
         """Write `timeline` to `path`, whole or not at all."""
-        storage.write(path, timeline.state(), self.fingerprint)
+        timeline.write(path, self.fingerprint)
 
     @property
     def _limits(self) -> Limits:
@@ -319,10 +349,20 @@ class Engine(Vocabulary):
             chunk_tokens=settings.prefill_step_size,
         )
 
-    def _timeline(self, model: Any) -> Timeline:
+    @cached_property
+    def _make_timeline(self) -> Callable[..., Timeline]:
+        if self._group is None:
+            return Timeline
+        from ds4cli.ranks import timelines
+
+        return timelines.maker(self._group)
+
+    def _timeline(self, model: Any, make: Callable[..., Timeline] | None = None) -> Timeline:
+        """An empty timeline of `model`; of the engine's own one that all ranks follow."""
+        make = make or self._make_timeline
         settings = self.settings
         head = self._head if model is self.model else None
-        return Timeline(
+        return make(
             model,
             Armed.of(model).recorder,
             self._limits,
@@ -402,6 +442,20 @@ def _own_head(wanted: registry.Kind | None, target: Source) -> tuple[HeadSource 
     raise UsageError(f"`{target.name}` has no {wanted.name} head", f"{other}use `--drafter ngram`")
 
 
+def _weights(
+    source: Source, settings: Settings, adapter: Path | None, group: Group | None
+) -> tuple[Any, Share | None, list[str]]:
+    """The model, or this rank's share of it, and notices."""
+    if group is None:
+        model, notices = load_weights(source, settings.dtype)
+        return model, None, notices + ([] if adapter is None else adapters.put_on(model, adapter))
+    if adapter is not None:
+        raise UsageError("an adapter cannot be shared out over ranks", "run `mlx_lm.fuse` first")
+    share = group.share(sharding.asked(settings))
+    model, notices = load_weights(source, settings.dtype, share)
+    return model, share, notices
+
+
 def _load_head(
     source: HeadSource | None, model: Any, settings: Settings
 ) -> tuple[Head | None, list[str]]:
@@ -409,6 +463,7 @@ def _load_head(
     if source is None:
         return None, []
     try:
+        sharding.check_ends(model)
         head = source.load(model, mx.float32 if is_float32(model) else None)
         attention.use(head.module)
     except ModelError as error:

@@ -14,6 +14,7 @@ from mlx_lm.utils import dequantize_model, load_model
 
 from ds4cli.arrays import named_leaves
 from ds4cli.errors import ModelError, UsageError
+from ds4cli.models.sharding import Share
 from ds4cli.models.shards import PATTERN
 from ds4cli.models.source import Source, unsupported_hint
 
@@ -31,15 +32,19 @@ READING = ("config.json", "generation_config.json", "hf_quant_config.json")
 SHOWN_NAMES = 3
 
 
-def load_weights(source: Source, dtype: str) -> tuple[Any, list[str]]:
+def load_weights(source: Source, dtype: str, share: Share | None = None) -> tuple[Any, list[str]]:
     """The model with its weights evaluated, and notices about them.
 
-    dtype: "stored", "float32", or "auto": float32 on a CPU when that fits, else as stored.
+    dtype: "stored", "float32", or "auto": float32 on a CPU when that fits, else as stored. share:
+    what of the model this process holds, where that is not all of it.
     """
     _refuse_quantized_activations(source)
     with _only_what_counts(source) as folder:
         model = _load(source, folder)
-        notices = _to_float32(model, source.name) if _wants_float32(model, dtype) else []
+        notices = _to_float32(model, source.name) if _wants_float32(model, dtype, share) else []
+        if share is not None:
+            how = share.take(model, source.config, source.name)
+            notices.append(f"{how}: this is one of {share.size} ranks")
         mx.eval(model.parameters())
     model.eval()
     return model, [*source.shards.notices, *notices]
@@ -89,13 +94,15 @@ def _refusal(source: Source, said: str, hint: str | None) -> UsageError:
     return UsageError(f"cannot load `{source.name}`: {head}", hint)
 
 
-def _wants_float32(model: Any, dtype: str) -> bool:
+def _wants_float32(model: Any, dtype: str, share: Share | None) -> bool:
     if dtype != "auto":
         return dtype == "float32"
     # Half-precision and quantised products are 10 to 100 times slower on MLX's CPU backend.
     if mx.default_device() != mx.Device(mx.cpu):
         return False
-    return float32_bytes(model) < FLOAT32_MEMORY_SHARE * free_memory_bytes()
+    own_bytes = float32_bytes(model) / (1 if share is None else share.size)
+    fits = own_bytes < FLOAT32_MEMORY_SHARE * free_memory_bytes()
+    return fits if share is None else share.all(fits)
 
 
 def float32_bytes(model: Any) -> int:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ from ds4cli.caches import LayerAdapter, build_caches
 from ds4cli.errors import StateError
 from ds4cli.hooks import last_row
 from ds4cli.hooks.taps import Taps
+from ds4cli.rewind import storage
 from ds4cli.rewind.checkpoints import Checkpoint, Checkpoints
 from ds4cli.rewind.horizon import Horizon, Segment
 from ds4cli.rewind.layers import Hold, Layers
@@ -646,6 +648,24 @@ class Timeline:
             "layers": now.layers.state(),
             "frontiers": [vars(f) for f in now.checkpoints.kept if f.pos <= now.pos],
         }
+
+    def write(self, path: str | Path, fingerprint: str) -> None:
+        """Write all to `path`, whole or not at all."""
+        storage.write(path, self.state(), fingerprint)
+
+    def read(self, path: str | Path, fingerprint: str) -> None:
+        """Stand where the timeline stood that wrote `path`. StateError where that is damaged, or
+        of another model; this timeline is of no use then."""
+        self._load(path, storage.read(path, fingerprint))
+
+    def _load(self, path: str | Path, state: dict[str, Any]) -> None:
+        try:
+            self.load_state(state)
+        except StateError:
+            raise
+        except Exception as error:  # whole, but of another shape than anything this version writes
+            reason = f"session file `{path}` does not fit this model: {error!r}"
+            raise StateError(reason) from None
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Stand where `state` was taken, on a new timeline of the same model. StateError if its

@@ -1,0 +1,190 @@
+"""The ranks of one run: how they meet, what they tell each other, how they end together.
+
+Rank 0 leads: it runs the program, and tells the others each move of its timelines. A second
+connection to each rank carries nothing but its last words; a thread waits for these, so that no
+rank outlives another, whatever the main threads wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import selectors
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from ds4cli import __version__, signals
+from ds4cli.errors import RankError
+from ds4cli.ranks import wire
+from ds4cli.ranks.wire import Wire
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from ds4cli.models.sharding import Share
+
+LAST_WORDS_S = 2.0  # for a thread to say who is lost, when a collective has failed already
+END_S = 5.0  # for the others to end by themselves
+END = "end"
+
+
+def versions() -> list[str]:
+    """What has to be equal on all ranks."""
+    return [f"ds4cli {__version__}", *(f"{n} {metadata.version(n)}" for n in ("mlx", "mlx-lm"))]
+
+
+class Group:
+    """What both kinds of rank have. comm: MLX's own group."""
+
+    def __init__(self, comm: mx.distributed.Group):
+        self.comm, self.rank, self.size = comm, comm.rank(), comm.size()
+
+    def share(self, how: str) -> Share:
+        """This rank's part of a model. how: see `Share`."""
+        from ds4cli.models.sharding import Share
+
+        return Share(self.comm, how)
+
+    def spread(self, token: mx.array) -> mx.array:
+        """Rank 0's token ids (n,), int32, on every rank: the others give zeros. It is a part of
+        the graph, so a token that is not known yet travels too."""
+        import mlx.core as mx
+
+        return mx.distributed.all_sum(token, group=self.comm)
+
+    def check(self, facts: dict[str, Any]) -> None:
+        """RankError on rank 0 unless all say the same `facts`, JSON, of what they have loaded."""
+        raise NotImplementedError
+
+
+class Leading(Group):
+    """Rank 0's side. after: what a launcher knows of a rank that has gone, in words. watch: the
+    thread that waits for that."""
+
+    def __init__(self, comm: mx.distributed.Group, moves: dict[int, Wire], lives: dict[int, Wire]):
+        super().__init__(comm)
+        self._moves, self._lives = moves, lives
+        self._due: list[Any] = []
+        self._is_over = False
+        self._numbers = itertools.count()
+        self.after: Callable[[int], str] = lambda rank: ""
+        self.watch = threading.Thread(target=self._watch, daemon=True)
+        self.watch.start()
+
+    def begin(self, settings: dict[str, Any]) -> None:
+        """Let the others load what this rank loads."""
+        self.tell("load", settings)
+        self.flush()
+
+    def number(self) -> int:
+        """A new name for a timeline."""
+        return next(self._numbers)
+
+    def tell(self, *move: Any) -> None:
+        """Tell the others a move; it goes with the next `flush`."""
+        self._due.append(move)
+
+    def flush(self) -> None:
+        """Send what is to be told."""
+        due, self._due = self._due, []
+        data = wire.lines(due)
+        for rank in self._moves:
+            self._moves[rank].send_lines(data)
+
+    def answers(self) -> dict[int, Any]:
+        """What each rank answers to the move that was told last."""
+        return {rank: moves.receive() for rank, moves in self._moves.items()}
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what all ranks do now: where it fails here, they are no longer at one."""
+        try:
+            yield
+        except Exception as error:
+            time.sleep(LAST_WORDS_S)  # if a rank is lost, that thread ends all
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            raise RankError(f"the ranks are no longer at one: {said[0]}") from error
+
+    def check(self, facts: dict[str, Any]) -> None:
+        """See `Group.check`."""
+        for rank, moves in self._moves.items():
+            theirs = moves.receive()
+            for name, own in facts.items():
+                if theirs.get(name) != own:
+                    raise RankError(
+                        f"rank {rank} ({moves.peer}) and rank 0 differ in {name}: "
+                        f"`{theirs.get(name)}`, `{own}`",
+                        "all ranks need the same model, settings and versions",
+                    )
+
+    def _watch(self) -> None:
+        """Wait for the first rank that says its last words, or goes without."""
+        with selectors.DefaultSelector() as waiting:
+            for rank, life in self._lives.items():
+                waiting.register(life.fileno(), selectors.EVENT_READ, rank)
+            rank = waiting.select()[0][0].data
+        if self._is_over:
+            return
+        peer, words = self._lives[rank].peer, ""
+        with contextlib.suppress(RankError):
+            words = self._lives[rank].receive()
+        words = words or self.after(rank) or "it is gone"
+        signals.fail_now(f"rank {rank} ({peer}): {words}")
+
+    def close(self) -> None:
+        """Let the others go when all is done, and wait for them."""
+        import mlx.core as mx
+
+        self._is_over = True
+        with contextlib.suppress(RankError):
+            self.tell(END)
+            self.flush()
+            mx.synchronize()  # a call that ran ahead needs all of them
+            for life in self._lives.values():
+                life.wait_at_most(END_S)
+                life.receive()
+
+    def leave(self) -> None:
+        """Let the others go at once: this process is being ended."""
+        self._is_over = True
+        for life in self._lives.values():
+            with contextlib.suppress(RankError):
+                life.send(END)
+
+
+class Following(Group):
+    """The side of the others."""
+
+    def __init__(self, comm: mx.distributed.Group, moves: Wire, life: Wire):
+        super().__init__(comm)
+        self._moves, self._life = moves, life
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def next(self) -> Any:
+        """The next move; waits for it."""
+        return self._moves.receive()
+
+    def answer(self, value: Any) -> None:
+        """What rank 0 asked for."""
+        self._moves.send(value)
+
+    def check(self, facts: dict[str, Any]) -> None:
+        """See `Group.check`."""
+        self._moves.send(facts)
+
+    def last_words(self, text: str) -> None:
+        """Tell rank 0 why this rank ends."""
+        with contextlib.suppress(RankError):
+            self._life.send(text)
+
+    def _watch(self) -> None:
+        """Rank 0 says that it is over, or has gone."""
+        try:
+            self._life.receive()
+        except RankError:
+            signals.fail_now("rank 0 is gone")
+        os._exit(0)
