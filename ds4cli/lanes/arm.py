@@ -17,14 +17,19 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
 
 from ds4cli.arrays import number
+from ds4cli.caches.arena import Seating
 from ds4cli.errors import ModelError
 from ds4cli.hooks.rebind import Swaps, names_used
 from ds4cli.lanes import attention
 from ds4cli.lanes.call import Call, LaneCache, call_of
 from ds4cli.lanes.mixers import SHARED, by_lane, sharing
 from ds4cli.lanes.stacked import stacked
+from ds4cli.lanes.stacks import Stacks
+
+Feed = Sequence[int] | mx.array
 
 # How a module runs on several lanes. "stacked" is by lane where its cache is no recurrent one.
 JOINED, STACKED, BY_LANE = "joined", "stacked", "by lane"
@@ -40,9 +45,10 @@ _TOLERANCE_HALF = 5e-2
 class Lanes:
     """A model whose calls may carry several lanes. Make one with `arm`."""
 
-    def __init__(self, model: Any, swaps: Swaps):
+    def __init__(self, model: Any, swaps: Swaps, seating: Seating):
         self.model = model
         self._swaps = swaps
+        self._seating, self._stacks = seating, Stacks()
 
     @classmethod
     def arm(cls, model: Any, new_caches: Callable[[], list[Any]]) -> Lanes:
@@ -55,24 +61,29 @@ class Lanes:
         return _Arming(model, new_caches).lanes()
 
     def disarm(self) -> None:
-        """Give every instance its own class back."""
+        """Give every instance its own class back. The caches of its lanes go on alone."""
         self._swaps.undo()
 
-    def call(self, feeds: Sequence[Sequence[int] | mx.array], caches: Sequence[list]) -> mx.array:
+    def seat(self, caches: Sequence[list[Any]]) -> list[int]:
+        """Before each call: seats for the lanes whose caches these are. Returns the order in which
+        the call is to have them, as their numbers."""
+        return self._seating.seat(caches)
+
+    def call(self, feeds: Sequence[Feed], caches: Sequence[list[Any]]) -> mx.array:
         """One model call. feeds: a lane's tokens, int32 arrays (n,) where not known yet; caches: a
         lane's caches. Returns the logits of all rows (N, V), those of the first lane first."""
-        return run(self.model, feeds, caches)[0]
+        return run(self.model, feeds, caches, self._stacks)[0]
 
 
 def run(
-    model: Any, feeds: Sequence[Sequence[int] | mx.array], caches: Sequence[list]
+    model: Any, feeds: Sequence[Feed], caches: Sequence[list[Any]], stacks: Stacks
 ) -> tuple[mx.array, Call]:
-    call = Call([len(feed) for feed in feeds])
+    call = Call([len(feed) for feed in feeds], stacks)
     stand_ins = [LaneCache(own, call, (i,)) for i, own in enumerate(zip(*caches, strict=True))]
     return model(ids(feeds)[None], cache=stand_ins)[0], call
 
 
-def ids(feeds: Sequence[Sequence[int] | mx.array]) -> mx.array:
+def ids(feeds: Sequence[Feed]) -> mx.array:
     """The tokens of all lanes (N,) int32."""
     if not any(isinstance(feed, mx.array) for feed in feeds):
         return mx.array([*chain(*feeds)], mx.int32)
@@ -93,21 +104,22 @@ class _Arming:
 
     def lanes(self) -> Lanes:
         try:
-            self._probe()
-            reason = self._difference()
+            places = self._probe()
+            reason = self._difference(Seating(places))
             if reason and set(self._ways.values()) != {BY_LANE}:
                 self._ways = dict.fromkeys(self._ways, BY_LANE)
-                self._probe()
-                reason = self._difference()
+                places = self._probe()
+                reason = self._difference(Seating(places))
             if reason:
                 raise ModelError(reason)
         except BaseException:
             self._swaps.undo()
             raise
-        return Lanes(self._model, self._swaps)
+        return Lanes(self._model, self._swaps, Seating(places))
 
-    def _probe(self) -> None:
-        """Arm the model so that calls can be built; nothing is evaluated."""
+    def _probe(self) -> list[tuple[int, ...]]:
+        """Arm the model so that calls can be built; nothing is evaluated. Returns which caches may
+        have an arena: those that take the rows of all lanes at once."""
         while True:
             self._swaps.undo()
             self._swaps = self._armed()
@@ -116,8 +128,8 @@ class _Arming:
                 self._model(mx.zeros((1, n), mx.int32), cache=own)
             try:
                 for sizes in TRIALS:
-                    run(self._model, [[1] * n for n in sizes], caches)
-                return
+                    _, call = run(self._model, [[1] * n for n in sizes], caches, Stacks())
+                return [place for place, kind in call.joined.items() if kind is KVCache]
             except Exception as error:
                 if not self._grow(error):
                     raise ModelError(_reason(self._model, error)) from error
@@ -153,22 +165,23 @@ class _Arming:
                 return True
         return False
 
-    def _difference(self) -> str:
+    def _difference(self, seating: Seating) -> str:
         """Where lanes differ from calls alone by more than rounding, in words; empty if nowhere."""
         together = [self._new_caches() for _ in START_ROWS]
         alone = [self._new_caches() for _ in START_ROWS]
         for own, other, n in zip(together, alone, START_ROWS, strict=True):
             for caches in (own, other):
                 self._model(mx.arange(1, n + 1)[None], cache=caches)
+        stacks, far = Stacks(), 0.0
         for trial, sizes in enumerate(TRIALS):
-            feeds = [[1 + trial + lane + i for i in range(n)] for lane, n in enumerate(sizes)]
-            rows, call = run(self._model, feeds, together)
-            for (a, b), feed, caches in zip(call.spans, feeds, alone, strict=True):
-                expected = self._model(mx.array(feed, mx.int32)[None], cache=caches)[0]
-                far = _difference(rows[a:b], expected)
-                if far > 1:
-                    return f"its lanes differ from calls alone by {far:.2g} times what is allowed"
-        return ""
+            order = seating.seat(together)
+            feeds = [[1 + trial + lane + i for i in range(sizes[lane])] for lane in order]
+            rows, call = run(self._model, feeds, [together[i] for i in order], stacks)
+            for i, feed, (a, b) in zip(order, feeds, call.spans, strict=True):
+                expected = self._model(mx.array([feed], mx.int32), cache=alone[i])[0]
+                far = max(far, _difference(rows[a:b], expected))
+        problem = f"its lanes differ from calls alone by {far:.2g} times what is allowed"
+        return problem if far > 1 else ""
 
 
 def _difference(rows: mx.array, expected: mx.array) -> float:

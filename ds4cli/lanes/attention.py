@@ -7,17 +7,27 @@ rotations are given a position for every row, and attention finds each lane's ke
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, wraps
+from collections.abc import Callable, Iterator
+from functools import cache, partial, wraps
 from inspect import signature, unwrap
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import base
 
+from ds4cli.caches.arena import SeatedKVCache
 from ds4cli.hooks.rebind import calls, derived, names_used, rebound
-from ds4cli.lanes.call import LaneCache, LaneError, LaneOffset, LaneRows, LaneValue
+from ds4cli.lanes.call import (
+    LaneCache,
+    LaneError,
+    LaneMask,
+    LaneOffset,
+    LaneRows,
+    LaneValue,
+    SeatedRows,
+)
 
 NAME = "scaled_dot_product_attention"
 
@@ -50,14 +60,36 @@ def _with_lanes(attention: Callable) -> Callable:
             return attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
         if not isinstance(cache, LaneCache) or isinstance(mask, mx.array):
             raise LaneError("attention over other keys, or another mask, than the cache's")
-        outputs = []
-        for i, (a, b) in enumerate(cache.call.spans):
-            own = mask.lanes[i] if isinstance(mask, LaneValue) else mask
-            args = queries[:, :, a:b], keys.lanes[i], values.lanes[i], cache.lanes[i]
-            outputs.append(attention(*args, scale=scale, mask=own, sinks=sinks))
-        return mx.concatenate(outputs, axis=2)
+        attend = partial(attention, scale=scale, sinks=sinks)
+        outputs, first = [], 0
+        if isinstance(keys, SeatedRows) and _sees_all_before(mask, keys):
+            window = None if mask is None else mask.options.get("window_size")
+            args = queries[:, :, : keys.table.total], keys.arena, window
+            outputs, first = [keys.table.attend(attend, *args)], keys.seated
+        if first < len(cache.lanes):
+            outputs += [
+                attend(queries[:, :, a:b], k, v, own, mask=seen)
+                for (a, b), k, v, own, seen in _by_lane(cache, keys, values, mask, first)
+            ]
+        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
 
     return scaled_dot_product_attention
+
+
+def _sees_all_before(mask: Any, keys: SeatedRows) -> bool:
+    """Whether every row sees all, or the last few, of the rows up to itself."""
+    if isinstance(mask, LaneMask):
+        return isinstance(mask.caches[0], SeatedKVCache)
+    return mask is None and keys.table.longest == 1
+
+
+def _by_lane(
+    cache: LaneCache, keys: LaneRows, values: LaneRows, mask: Any, first: int
+) -> Iterator[tuple]:
+    """For each lane from the `first` on: its rows, keys, values, cache and mask."""
+    masks = mask.lanes if isinstance(mask, LaneValue) else [mask] * len(cache.lanes)
+    lanes = (cache.call.spans, keys.lanes, values.lanes, cache.lanes, masks)
+    return islice(zip(*lanes, strict=True), first, None)
 
 
 def rotations(module: nn.Module) -> list[nn.Module]:

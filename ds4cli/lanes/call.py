@@ -17,6 +17,10 @@ import mlx.core as mx
 from mlx_lm.models import base
 from mlx_lm.models.cache import ArraysCache, CacheList
 
+from ds4cli.caches.arena import SeatedKVCache
+from ds4cli.lanes.stacks import Stacks
+from ds4cli.lanes.table import Table
+
 
 class LaneError(TypeError):
     """The model does with a stand-in what has no one answer for all lanes."""
@@ -25,16 +29,18 @@ class LaneError(TypeError):
 class Call:
     """The rows of one call, and what its stand-ins share.
 
-    sizes: rows a lane. spans: (first, end) a lane, among the rows of all. joined: what kind of
-    cache took the rows of all lanes at once, by the place of the cache.
+    sizes: rows a lane. stacks: states of the call before. spans: (first, end) a lane, among the
+    rows of all. joined: what kind of cache took the rows of all lanes at once, by its place.
     """
 
-    def __init__(self, sizes: Sequence[int]):
+    def __init__(self, sizes: Sequence[int], stacks: Stacks):
         self.sizes = tuple(sizes)
+        self.stacks = stacks
         self.rows = sum(sizes)
         self.spans = list(pairwise(accumulate(sizes, initial=0)))
         self.joined: dict[tuple[int, ...], type] = {}
         self._offsets: dict[tuple[int, ...], LaneOffset] = {}
+        self._tables: dict[tuple[int, ...], Table] = {}
 
     @cached_property
     def by_size(self) -> dict[int, list[int]]:
@@ -56,6 +62,15 @@ class Call:
         if key not in self._offsets:
             self._offsets[key] = LaneOffset(key, self)
         return self._offsets[key]
+
+    def table(self, seated: Sequence[SeatedKVCache]) -> Table:
+        """Where the rows of the first lanes, whose caches in one layer these are, stand."""
+        starts = tuple(cache.offset for cache in seated)
+        if starts not in self._tables:
+            seats = [cache.seat.row for cache in seated]
+            height = seated[0].arena.rows
+            self._tables[starts] = Table(self.sizes[: len(seated)], starts, seats, height)
+        return self._tables[starts]
 
 
 class LaneValue:
@@ -85,17 +100,43 @@ class LaneRows(LaneValue):
     """Keys or values (1, heads, rows, dim) a lane, on their way from a cache to attention."""
 
 
+class SeatedRows(LaneRows):
+    """The same where the first `seated` lanes sit in an arena.
+
+    side: 0 for keys, 1 for values. others: those of the other lanes.
+    """
+
+    def __init__(
+        self,
+        side: int,
+        caches: Sequence[SeatedKVCache],
+        others: list[mx.array],
+        call: Call,
+        table: Table,
+    ):
+        self.call, self.table = call, table
+        self.arena, self.seated = caches[0].arena, len(caches)
+        self._side, self._caches, self._others = side, caches, others
+
+    @property
+    def lanes(self) -> list[mx.array]:  # type: ignore[override]  # views, where they are wanted
+        return [c.keys_and_values()[self._side] for c in self._caches] + self._others
+
+
 class LaneMask(LaneValue):
-    """Attention masks, made when they are looked at: the layers of a call share one stand-in."""
+    """Attention masks, made when they are looked at: the layers of a call share one stand-in.
+
+    options: what the model asked for.
+    """
 
     def __init__(self, caches: Sequence[Any], call: Call, options: dict[str, Any]):
-        self.call = call
-        self._caches, self._options = caches, options
+        self.call, self.options = call, options
+        self.caches = caches
 
     @cached_property
     def lanes(self) -> list[Any]:  # type: ignore[override]  # made late
-        pairs = zip(self._caches, self.call.sizes, strict=True)
-        return [_mask(cache, n, self._options) for cache, n in pairs]
+        pairs = zip(self.caches, self.call.sizes, strict=True)
+        return [_mask(cache, n, self.options) for cache, n in pairs]
 
 
 class _Hidden:
@@ -148,10 +189,18 @@ class LaneCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[LaneRows, LaneRows]:
         """Rows (1, heads, N, dim) of all lanes, each to its own cache."""
         call = self.call
-        call.joined[self.place] = type(self.lanes[0])
-        pairs = zip(self.lanes, call.spans, strict=True)
-        found = [c.update_and_fetch(keys[:, :, a:b], values[:, :, a:b]) for c, (a, b) in pairs]
-        return LaneRows([k for k, _ in found], call), LaneRows([v for _, v in found], call)
+        call.joined[self.place] = type(self.lanes[-1])
+        seated = [cache for cache in self.lanes if isinstance(cache, SeatedKVCache)]
+        if seated:
+            table = call.table(seated)
+            table.write(seated, keys, values)
+        rest = list(zip(self.lanes, call.spans, strict=True))[len(seated) :]
+        found = [c.update_and_fetch(keys[:, :, a:b], values[:, :, a:b]) for c, (a, b) in rest]
+        sides = [k for k, _ in found], [v for _, v in found]
+        if not seated:
+            return LaneRows(sides[0], call), LaneRows(sides[1], call)
+        both = [SeatedRows(i, seated, side, call, table) for i, side in enumerate(sides)]
+        return both[0], both[1]
 
     def keys_and_values(self) -> tuple[LaneRows, LaneRows]:
         found = [cache.keys_and_values() for cache in self.lanes]

@@ -62,9 +62,9 @@ class Group:
         self._caches = [states.lanes[lane] for lane in lanes]
         self._stack: Any = self._caches[0]
         if len(lanes) > 1:
-            self._stack = ArraysCache(len(self._caches[0].cache))
-            slots = zip(*(c.cache for c in self._caches), strict=True)
-            self._stack.cache = [mx.concatenate([*slot]) for slot in slots]
+            slots = [cache.cache for cache in self._caches]
+            self._stack = ArraysCache(len(slots[0]))
+            self._stack.cache = call.stacks.joined(states.place, slots)
 
     def pick(self, arg: Any) -> Any:
         """What the batch gets for an argument."""
@@ -95,9 +95,10 @@ class Group:
             with frames.Recording([self._stack], 0) as (frame,):
                 output = alone(module, *args, **named)
             self._hand_out(frame)
-        slots = [mx.split(slot, len(self._lanes)) for slot in self._stack.cache]
-        for cache_, states in zip(self._caches, zip(*slots, strict=True), strict=True):
-            cache_.cache = [*states]
+        stacks, place = self._states.call.stacks, self._states.place
+        parts = stacks.apart(place, self._stack.cache, len(self._lanes))
+        for cache_, states in zip(self._caches, parts, strict=True):
+            cache_.cache = states
         return self._apart(output)
 
     def _hand_out(self, frame: frames.Frame) -> None:

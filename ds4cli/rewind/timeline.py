@@ -184,6 +184,11 @@ class Timeline:
         return self._now.layers.adapters
 
     @property
+    def caches(self) -> list[Any]:
+        """What the model is given."""
+        return self._now.layers.caches
+
+    @property
     def can_cut(self) -> bool:
         """Whether every layer keeps every row: a rewind is a cursor move, no checkpoint helps."""
         return self._now.layers.can_cut

@@ -25,16 +25,18 @@ def feed_together(
     block may be opened on top, on tokens (1,) that are not known yet. If the call fails in the part
     of one, every timeline is where it was.
     """
+    order = lanes.seat([timeline.caches for timeline in timelines])
+    ordered, fed = [timelines[i] for i in order], [feeds[i] for i in order]
     openings: list[Opening] = []
     try:
-        for timeline in timelines:
+        for timeline in ordered:
             openings.append(timeline.opening())
-        logits, tapes, hidden = _call(timelines, feeds, lanes, record)
-        for i, (timeline, opening) in enumerate(zip(timelines, openings, strict=True)):
-            timeline.open(opening, feeds[i], logits[i], tapes[i], hidden[i])
-        return logits
+        logits, tapes, hidden = _call(ordered, fed, lanes, record)
+        for opened in zip(ordered, openings, fed, logits, tapes, hidden, strict=True):
+            opened[0].open(*opened[1:])
+        return [logits[order.index(i)] for i in range(len(order))]
     except BaseException:
-        for timeline, opening in zip(timelines, openings, strict=False):
+        for timeline, opening in zip(ordered, openings, strict=False):
             timeline.undo(opening)
         raise
 
