@@ -6,6 +6,7 @@ nearly always wrong: some are put right, to have blocks that are kept in part.
 
 from __future__ import annotations
 
+import copy
 import random
 from functools import lru_cache
 
@@ -15,7 +16,7 @@ from mlx.utils import tree_flatten
 from oracle import SCALE, Letters, check, engine, plain, prompt
 from tiny import CFG, V, build
 
-from ds4cli.drafters import block_config, dflash, dspark, eagle3, mtp
+from ds4cli.drafters import block_config, dflash, dflash2, dspark, eagle3, mtp, nextn
 from ds4cli.drafters.drafter import Drafter
 from ds4cli.drafters.heads import Head
 from ds4cli.drafters.registry import named
@@ -25,7 +26,9 @@ from ds4cli.sampling import Sampler
 from ds4cli.settings import Settings
 
 FAMILIES = ("llama", "qwen3_5", "gemma3_text", "lfm2", "nemotron_h")
-HEADS = ("mtp", "dspark", "dflash", "eagle3")
+# Heads by their drafter; "nextn" is an MTP head of another layout.
+HEADS = ("mtp", "nextn", "dspark", "dflash", "dflash2", "eagle3")
+DRAFTER_OF = {"nextn": "mtp"}
 DRAFTERS = ("none", "ngram", "model", "self", *HEADS)
 # Every head on every family, greedy on one; `test_exact.py` has the others on more families.
 GRID = [
@@ -71,6 +74,20 @@ DFLASH = {
     "architectures": ["DFlashDraftModel"],
     "dflash_config": {"target_layer_ids": [1, 2], "mask_token_id": 3},
 }
+DFLASH2 = {
+    **BLOCK,
+    "architectures": ["DFlash2DraftModel"],
+    "is_causal": False,
+    "dflash_config": {
+        "block_size": 5,
+        "target_layer_ids": [1, 2],
+        "mask_token_id": 3,
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 8,
+        "selector_top_k": 6,
+    },
+}
 
 
 @lru_cache
@@ -94,12 +111,19 @@ def head(kind, name):
         like = build("qwen3_next", num_hidden_layers=1, full_attention_interval=1)
         module = mtp.MtpHead(like.layers[0], target, 1e-5)
         return Head(named(kind), randomised(module), target)
+    if kind == "nextn":
+        layer = model("llama").layers[0]
+        module = nextn.NextnHead(copy.deepcopy(layer), nextn.FAMILIES["mimo"], target, 1e-5)
+        return Head(named("mtp"), randomised(module), target)
     if kind == "eagle3":
         config = eagle3.read(EAGLE3, target.num_layers, "x")
         module = eagle3.Eagle3Head(config, target, {})
         return Head(named(kind), randomised(module), target)
     if kind == "dspark":
         module = dspark.DSparkHead(block_config.read(DSPARK, "dspark", "x"), target)
+        return Head(named(kind), randomised(module), target)
+    if kind == "dflash2":
+        module = dflash2.DFlash2Head(block_config.read(DFLASH2, "dflash2", "x"), target)
         return Head(named(kind), randomised(module), target)
     module = dflash.DFlashHead(block_config.read(DFLASH, "dflash", "x"), target)
     return Head(named(kind), randomised(module), target)
@@ -119,7 +143,7 @@ def make_session(name, kind, temp=0.0, k=4, **settings):
     """A session on the model `name` whose guesses come from a drafter of this kind."""
     chosen = dict(temp=temp, num_draft_tokens=k, speculate="always", **settings)
     if kind in HEADS:
-        settings = Settings(drafter=kind, **chosen)
+        settings = Settings(drafter=DRAFTER_OF.get(kind, kind), **chosen)
         return Engine(model(name), Letters(), settings, head=head(kind, name)).session()
     if kind in ("model", "self"):
         draft = model("qwen3_next", seed=3) if kind == "model" else model(name)
