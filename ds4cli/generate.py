@@ -282,6 +282,7 @@ def load_engine(
     """
     begin = time.perf_counter()
     group = _other_ranks(settings)
+    together: dict[str, Any] = {} if group is None else {"group": group}
 
     def check(vocabulary: Vocabulary) -> None:
         check_tools(vocabulary, tools, verbose, quiet)
@@ -291,7 +292,7 @@ def load_engine(
             group.begin(_fields(settings))
 
     with terminal.status(f"loading {settings.model}") if not quiet else contextlib.nullcontext():
-        engine = _engine_class().load(before_weights=check, group=group, **_fields(settings))
+        engine = _engine_class().load(before_weights=check, **together, **_fields(settings))
     if settings.model == "builtin" and not quiet:
         terminal.note(BUILTIN_NOTE)
     for line in engine.warnings if not quiet else ():
