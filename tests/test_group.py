@@ -106,7 +106,7 @@ def test_plain_lanes_need_one_call_a_token_and_run_ahead(monkeypatch):
 
     def noted(self, due):
         calls.append(len(due))
-        ahead.append([lane.timeline.open_blocks for lane, _ in due])
+        ahead.append([lane.timeline.open_blocks for lane in due])
         open_calls(self, due)
 
     monkeypatch.setattr(Group, "_open", noted)
@@ -164,9 +164,9 @@ def test_a_lane_that_is_moved_goes_on_from_there():
     assert [lane.session.tokens[-12:] for lane in lanes] == [tokens for tokens, *_ in truth]
 
 
-def test_numbers_that_are_none_cost_one_lane(monkeypatch):
+def test_numbers_that_are_none_cost_one_lane():
     """The neighbours of a lane whose row is not a number stopped, or said token 0 for ever."""
-    made = engine("llama")
+    made = engine("qwen3_next")
     truth, group = alone(made, [{"max_tokens": 12}] * 5), Group(made)
     joined = list(sessions(made))
     lanes = [group.join(s, max_tokens=12) for s in joined]
@@ -176,7 +176,7 @@ def test_numbers_that_are_none_cost_one_lane(monkeypatch):
             if lane.has_step:
                 next(lane.events)
     cache = joined[2]._timeline.adapters[0].cache
-    cache.values = cache.values * float("nan")
+    cache.cache = [x * float("nan") for x in cache.cache]
     found = {lane: [] for lane in lanes}
     while group.lanes:
         group.call()
@@ -251,6 +251,50 @@ def test_lanes_with_guesses_say_what_they_say_without(name):
     assert written(group, lanes) == truth
     assert sum(s.stats.accepted for s in joined) > 30
     check(made.model, joined[1])
+
+
+class Clock:
+    """Tells what calls take that cost `row` plain calls for each row beyond one a lane."""
+
+    def __init__(self, monkeypatch, row):
+        self.now, self.calls = 0.0, []
+        opened = Group._open
+
+        def timed(group, due):
+            rows = sum(lane.size for lane in due)
+            self.calls.append(rows)
+            self.now += 1 + row * (rows - len(due))
+            opened(group, due)
+
+        monkeypatch.setattr(Group, "_open", timed)
+
+    def __call__(self):
+        return self.now
+
+
+def guessed(made, truth, clock, right):
+    """Lanes whose guesses are right so often, written in `auto`."""
+    group, kinds = Group(made, clock=clock), KINDS[:3]
+    joined = list(sessions(made, kinds=kinds))
+    for session, (tokens, *_) in zip(joined, truth, strict=True):
+        session.drafter = OracleDrafter([*session.tokens, *tokens], right)
+    lanes = [group.join(s, max_tokens=120) for s in joined]
+    assert written(group, lanes) == truth
+    return joined
+
+
+def test_rows_are_shared_out_where_guesses_pay(monkeypatch):
+    """Lanes ran without guesses where those would have been free, or fed them at any price."""
+    made = engine("llama", speculate="auto")
+    truth = alone(made, [{"max_tokens": 120}] * 3, kinds=KINDS[:3])
+    cheap = Clock(monkeypatch, 0.01)
+    joined = guessed(made, truth, cheap, 0.95)
+    assert len(cheap.calls) < 60 and all(s.stats.accepted > 60 for s in joined)
+    monkeypatch.undo()
+    dear = Clock(monkeypatch, 0.9)
+    joined = guessed(made, truth, dear, 0.6)
+    assert dear.now < 1.1 * 121
+    assert sum(s.stats.parked for s in joined) > 0
 
 
 @pytest.mark.parametrize("name", list(BAD)[:4])

@@ -126,6 +126,29 @@ class DraftPolicy:
         self._idle = 0 if wanted else self._idle + 1
         return wanted
 
+    def offer(
+        self, drafter: Drafter, tokens: Sequence[int], room: int, region: str = "prose"
+    ) -> tuple[list[int], list[float]]:
+        """Guesses that cost nothing to make, for a call whose rows others share out, and the chance
+        that the first, the first two, ... are kept. Call `kept` with what the block commits."""
+        self._compare(tokens)
+        best: tuple[list[int], list[float]] = [], []
+        if room <= 0 or (self._mode == "tools" and region != "tool"):
+            return best
+        for part in drafter.parts:
+            drafts = part.propose(tokens, int(min(room, part.max_drafts))) if part.is_free else []
+            if drafts:
+                place, sure = self._known.place(part, region), part.confidence
+                self._watch(tokens, drafts, place, place.about(sure, False))
+                alive = place.sure(sure).survival(len(drafts))[: len(drafts)]
+                if sum(alive) > sum(best[1]):
+                    best, self.source = (drafts[: len(alive)], alive), part.name
+        return best
+
+    def kept(self, tokens: int) -> None:
+        """A block of a call for several committed so many tokens."""
+        self._count(tokens)
+
     def observe(self, rows: int, kept: int, seconds: float) -> None:
         """A block of `rows` tokens took `seconds`, without drafting, and committed `kept`."""
         self._count(kept)

@@ -14,6 +14,7 @@ group steps as its session does.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
@@ -21,9 +22,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ds4cli.arrays import integers
+from ds4cli.drafters.sharing import RoundCosts, is_worth_stopping, share
 from ds4cli.engine.engine import Engine
 from ds4cli.engine.generation import Event
-from ds4cli.engine.session import FORCED, Session, Step
+from ds4cli.engine.session import Session, Step
 from ds4cli.rewind.timeline import Timeline
 from ds4cli.rewind.together import evaluate_together, feed_together
 from ds4cli.sampling import Asked, pick_together, refuse_nan
@@ -115,26 +117,52 @@ class Lane:
 
     # -- what the group asks ----------------------------------------------------------------------
 
-    def feed(self) -> Feed | None:
-        """The lane's next block; None while it has a step that nobody took."""
+    def is_due(self) -> bool:
+        """Whether the lane needs a block: it has no step that nobody took."""
         if self.has_step:
-            return None
-        if self._open:
-            return self._open[0].following
-        try:
-            return self._known_feed()
-        except Exception as error:  # the other lanes are not to suffer
-            self._error = error
-            return None
+            return False
+        if not self._open:
+            try:
+                self._begin()
+            except Exception as error:  # the other lanes are not to suffer
+                self._error = error
+        return self._step is None and self._error is None
 
-    def _known_feed(self) -> list[int] | None:
+    def _begin(self) -> None:
+        """What the next block begins with is known now."""
+        self._drafts = []
+        if self.session.next_token() in self.session.engine.stop_ids:
+            self._step = Step([], "stop")
+
+    @property
+    def knows_next(self) -> bool:
+        """Whether the token that the next block begins with is known."""
+        return not self._open
+
+    def offer(self, is_shared: bool) -> tuple[list[int], list[float]]:
+        """Guesses for the next block, with their chances; where they are not shared out, all that
+        the session itself would feed."""
         session = self.session
         first = session.next_token()
-        if first in session.engine.stop_ids:
-            self._step = Step([], "stop")
-            return None
-        self._drafts = self._group.drafts(session, first, self._left)
-        return [first, *self._drafts]
+        if is_shared:
+            return session.offer(first, self._left)
+        return session.propose(first, self._left), []
+
+    def guess(self, drafts: list[int]) -> None:
+        """The next block carries these."""
+        self._drafts = drafts
+
+    @property
+    def size(self) -> int:
+        """Rows of the next block."""
+        return 1 + len(self._drafts)
+
+    @property
+    def feed(self) -> Feed:
+        """The next block."""
+        if self._open:
+            return self._open[0].following
+        return [self.session.next_token(), *self._drafts]
 
     @property
     def _left(self) -> int | None:
@@ -147,13 +175,14 @@ class Lane:
         history = [*timeline.tokens, *feed] if session.sampler.needs_history else ()
         return Asked(session.sampler, rows, timeline.pos + 1 + len(self._open), history)
 
-    def opened(self, rows: mx.array, picks: Picks, start: int) -> None:
-        """The block that `feed` gave is part of a call that runs."""
+    def opened(self, rows: mx.array, picks: Picks, start: int, waits: bool) -> None:
+        """The block that `feed` gave is part of a call that runs. waits: other lanes wait for it,
+        so that nothing is won by running ahead."""
         session = self.session
         self._open.append(Part(self._drafts, session.guessed_by, rows, picks, start))
         session.stats.forwards += 1
         if len(self._open) == 1:
-            self._runs_ahead = not self._drafts and self._may_run_ahead
+            self._runs_ahead = not waits and not self._drafts and self._may_run_ahead
         self._drafts = []
 
     @property
@@ -210,12 +239,13 @@ class Lane:
             return None
         self._open.popleft()
         step = session.keep(part.drafts, taken, part.source)
+        session.policy.kept(len(step.tokens))
         following = session.next_token()
         if following in session.engine.stop_ids:
             self.forget()
         elif self._open:
-            wants = self._group.wants(session, following, self._reply.end)
-            self._runs_ahead = not wants and self._may_run_ahead
+            may = self._may_run_ahead
+            self._runs_ahead = may and not self._group.wants(session, following, self._reply.end)
         return step
 
 
@@ -225,8 +255,17 @@ class Group:
     ModelError, with the reason, for a model whose sessions cannot be stepped together.
     """
 
-    def __init__(self, engine: Engine, warn: Callable[[str], None] = lambda text: None):
+    def __init__(
+        self,
+        engine: Engine,
+        warn: Callable[[str], None] = lambda text: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self.lanes: list[Lane] = []
+        self._clock = clock
+        self._costs = RoundCosts()
+        # When the last call was made, its lanes, rows, and lengths of blocks.
+        self._round: tuple[float, int, int, int] | None = None
         self._hooks = engine.lanes()
         self._warn = warn
         self._is_apart = False  # one after the other, because calls for all fail
@@ -240,6 +279,7 @@ class Group:
     def join(self, session: Session, **limits: Any) -> Lane:
         """Write a reply from where `session` stands, among the others. limits: as for
         `Session.stream`. The session is the lane's until its events have ended, or `leave`."""
+        self._round = None  # more was done in it: a prompt was read
         lane = Lane(self, session, limits)
         self.lanes.append(lane)
         return lane
@@ -254,32 +294,36 @@ class Group:
 
     def call(self) -> None:
         """Open the next block of every lane that has no step to take, all in one model call."""
-        due = [(lane, feed) for lane in self.lanes if (feed := lane.feed()) is not None]
+        due = self._due()
         if self._is_apart:
             self._call_each(due)
         elif due:
+            self._time(due)
             try:
                 self._open(due)
             except Exception as error:  # what one lane brought about, or all together
-                if len(due) > 1:
-                    self.part(error)
-                else:
-                    due[0][0].fail(error)
+                self.part(error)
 
-    def _open(self, due: Sequence[tuple[Lane, Feed]]) -> None:
-        timelines, feeds = [lane.timeline for lane, _ in due], [feed for _, feed in due]
+    def _due(self) -> list[Lane]:
+        """The lanes that need a block, with the guesses that it carries."""
+        due = [lane for lane in self.lanes if lane.is_due()]
+        self._guess([lane for lane in due if lane.knows_next])
+        return [lane for lane in due if not lane.has_step]
+
+    def _open(self, due: Sequence[Lane]) -> None:
+        timelines, feeds = [lane.timeline for lane in due], [lane.feed for lane in due]
         rows = self._feed(timelines, feeds)
         try:
-            asked = [lane.asked(r, feed) for (lane, feed), r in zip(due, rows, strict=True)]
+            asked = [lane.asked(r, f) for lane, r, f in zip(due, rows, feeds, strict=True)]
             picks = Picks(pick_together(asked), len(due))
             _evaluate(timelines, picks.array)
         except BaseException:
             for timeline in timelines:
                 timeline.abort()
             raise
-        start = 0
-        for (lane, _), own in zip(due, rows, strict=True):
-            lane.opened(own, picks, start)
+        start, waits = 0, any(lane.size > 1 or not lane.session.runs_ahead for lane in due)
+        for lane, own in zip(due, rows, strict=True):
+            lane.opened(own, picks, start, waits)
             start += len(own)
 
     def _feed(self, timelines: list[Timeline], feeds: list[Feed]) -> list[mx.array]:
@@ -292,17 +336,17 @@ class Group:
         own. Where that fails for none of them, it is the joint call that cannot be."""
         for lane in self.lanes:
             lane.forget()
-        due = [(lane, feed) for lane in self.lanes if (feed := lane.feed()) is not None]
+        due = self._due()
         if not self._call_each(due):
             self._is_apart = True
             self._warn(f"one at a time from here on, for a call for {len(due)} failed: {error}")
 
-    def _call_each(self, due: Sequence[tuple[Lane, Feed]]) -> int:
+    def _call_each(self, due: Sequence[Lane]) -> int:
         """A call for each; how many failed."""
         failed = 0
-        for lane, feed in due:
+        for lane in due:
             try:
-                self._open([(lane, feed)])
+                self._open([lane])
             except Exception as error:
                 lane.fail(error)
                 failed += 1
@@ -310,25 +354,54 @@ class Group:
 
     # -- guesses ----------------------------------------------------------------------------------
 
+    def _time(self, due: Sequence[Lane]) -> None:
+        """A round begins: the one before, if nothing else was done in it, says what rounds cost."""
+        now = self._clock()
+        if self._round is not None:
+            begin, lanes, rows, lengths = self._round
+            self._costs.observe(lanes, rows, lengths, now - begin)
+        sizes = [lane.size for lane in due]
+        is_whole = len(due) == len(self.lanes)
+        self._round = (now, len(due), sum(sizes), len({*sizes})) if is_whole else None
+
     def _shares_out(self, session: Session) -> bool:
         """Whether it is decided here, not by the session, if guesses pay."""
         policy = session.policy
         is_shared = len(self.lanes) > 1 and session.is_drafting
         return is_shared and policy.chooses and policy.runs_ahead
 
-    def drafts(self, session: Session, first: int, left: int | None) -> list[int]:
-        """Guesses for what follows `first`, which a lane feeds next."""
-        if not self._shares_out(session):
-            return session.propose(first, left)
-        session.guessed_by = FORCED
-        return session.forced([first], session.room(left))
+    def _guess(self, lanes: Sequence[Lane]) -> None:
+        """Give lanes that know their next token the guesses that pay."""
+        offers: list[tuple[Lane, list[int], list[float]]] = []
+        for lane in lanes:
+            try:
+                is_shared = self._shares_out(lane.session)
+                drafts, chances = lane.offer(is_shared)
+            except Exception as error:
+                lane.fail(error)
+                continue
+            if not is_shared:
+                lane.guess(drafts)
+            elif drafts:
+                offers.append((lane, drafts, chances))
+        if not offers or not self._costs.plain(len(self.lanes)):
+            return
+        fed = share(self._costs, len(self.lanes), [chances for *_, chances in offers])
+        if not any(fed):
+            self._costs.forget()
+        for (lane, drafts, _), k in zip(offers, fed, strict=True):
+            lane.session.stats.parked += not k
+            lane.guess(drafts[:k])
 
     def wants(self, session: Session, token: int, end: int | None) -> bool:
         """Whether a lane is to stop running ahead, to feed guesses behind `token`."""
         if not self._shares_out(session):
             return session.wants(token, end)
         left = None if end is None else end - session.pos
-        return len(session.forced([token], session.room(left))) > 1
+        if not self._costs.plain(len(self.lanes)):
+            return False
+        _, chances = session.offer(token, left)
+        return is_worth_stopping(self._costs, len(self.lanes), chances)
 
 
 def _evaluate(timelines: list[Timeline], picks: mx.array) -> None:

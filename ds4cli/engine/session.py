@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 # Who guessed what a grammar leaves no choice about, in the counts.
 FORCED = "grammar"
+# What one such token is taken to be kept with: the model may say another one first.
+FORCED_CHANCE = 0.95
 
 
 @dataclass(frozen=True)
@@ -362,6 +364,20 @@ class Session:
             self.guessed_by = FORCED
             return forced
         return [*drafts, *self.forced([first, *drafts], room - len(drafts))] if drafts else []
+
+    def offer(self, first: int, max_tokens: int | None) -> tuple[list[int], list[float]]:
+        """Guesses for what follows `first` in a call for several sessions, and the chance that the
+        first, the first two, ... are kept."""
+        room = self.room(max_tokens)
+        forced = self.forced([first], room)
+        drafts, chances = self._ask(self.policy.offer, first, room)
+        self.guessed_by = self.policy.source
+        if self.generation is not None and drafts:
+            drafts = self.generation.allowed(first, drafts)
+        if forced and drafts[: len(forced)] != forced:
+            self.guessed_by = FORCED
+            return forced, [FORCED_CHANCE**i for i in range(1, len(forced) + 1)]
+        return drafts, chances[: len(drafts)]
 
     def forced(self, tokens: list[int], room: int) -> list[int]:
         """What the syntax of an open call lets follow `tokens`, where that is one text only."""

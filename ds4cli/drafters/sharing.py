@@ -1,0 +1,109 @@
+"""How many guesses of which lane go into one model call for all.
+
+Rows of a call are shared out by the chance that they are kept, while the tokens per second of all
+lanes together rise. What a round costs is learnt by timing what runs: it is told in plain rounds,
+those with one row a lane. In float32 no text depends on any of it. No mlx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds4cli.drafters.costs import Mean
+
+# What further rows, of all that a plain round costs with so many lanes, and a further length of
+# blocks are taken to cost before they were timed: on the low side, for that is found out.
+ASSUMED_ROWS, ASSUMED_LENGTH = 0.3, 0.02
+ASSUMED_WEIGHT = 0.1
+# Guesses of an offer while that is so.
+FIRST_GUESSES = 1
+# How much a round still counts after the next one, and what is known of a price after a round in
+# which nothing was fed for it: it is tried again some time.
+DECAY, FORGET = 0.97, 0.995
+# Expected gain, as a share of a plain round, below which guesses are left out.
+WORTHWHILE = 0.02
+# A lane that runs ahead misses a call when it stops to feed guesses: they must be worth more.
+MISSED = 1.0
+HARDLY = 0.05
+
+
+class RoundCosts:
+    """Seconds of a round by its lanes, rows, and lengths of blocks.
+
+    A round costs `plain`, and of that the share `row` for each row beyond one a lane and `length`
+    for each length of blocks beyond one.
+    """
+
+    def __init__(self) -> None:
+        self._plain: dict[int, Mean] = {}  # by lanes
+        self._sums = [0.0] * 5  # of rows^2, rows * lengths, lengths^2, rows * over, lengths * over
+
+    def plain(self, lanes: int) -> float:
+        """Seconds of a round of one row a lane; 0 while none was timed."""
+        known = self._plain.get(lanes)
+        return 0.0 if known is None else known.value
+
+    def observe(self, lanes: int, rows: int, lengths: int, seconds: float) -> None:
+        """A round took so long."""
+        if rows == lanes:
+            self._plain.setdefault(lanes, Mean(DECAY)).add(seconds)
+        elif self.plain(lanes):
+            more, kinds = rows / lanes - 1, lengths - 1
+            over = min(seconds / self.plain(lanes), 10.0) - 1
+            news = more * more, more * kinds, kinds * kinds, more * over, kinds * over
+            self._sums = [DECAY * x + new for x, new in zip(self._sums, news, strict=True)]
+
+    def forget(self) -> None:
+        """There were guesses, and none was fed."""
+        self._sums = [FORGET * x for x in self._sums]
+
+    @property
+    def is_known(self) -> bool:
+        """Whether rounds with guesses were timed, not too long ago."""
+        return self._sums[0] > ASSUMED_WEIGHT
+
+    def prices(self) -> tuple[float, float]:
+        """Of as many further rows as there are lanes, and of a further length, in plain rounds: the
+        least squares of what was seen and what is assumed."""
+        aa, ab, bb, ay, by = self._sums
+        aa, ay = aa + ASSUMED_WEIGHT, ay + ASSUMED_WEIGHT * ASSUMED_ROWS
+        bb, by = bb + ASSUMED_WEIGHT, by + ASSUMED_WEIGHT * ASSUMED_LENGTH
+        by_one = aa * bb - ab * ab
+        return max(0.01, (ay * bb - by * ab) / by_one), max(0.0, (by * aa - ay * ab) / by_one)
+
+    def cost(self, lanes: int, rows: int, lengths: int) -> float:
+        """Of a round, in plain ones."""
+        row, length = self.prices()
+        return 1 + row * (rows / lanes - 1) + length * (lengths - 1)
+
+
+def share(costs: RoundCosts, lanes: int, chances: Sequence[Sequence[float]]) -> list[int]:
+    """How many guesses of each offer to feed in a round of `lanes` lanes. chances: per offer, that
+    its first guess is kept, its first two, ..."""
+    if not costs.is_known:
+        chances = [own[:FIRST_GUESSES] for own in chances]
+    fed, best = [0] * len(chances), [0] * len(chances)
+    tokens, highest = float(lanes), (1 + WORTHWHILE) * lanes
+    while True:
+        nexts = [
+            (own[k], i) for i, (own, k) in enumerate(zip(chances, fed, strict=True)) if k < len(own)
+        ]
+        chance, i = max(nexts, default=(0.0, 0))
+        if chance < HARDLY:
+            return best
+        tokens += chance
+        fed[i] += 1
+        lengths = {k + 1 for k in fed} | ({1} if len(fed) < lanes else set())
+        rate = tokens / costs.cost(lanes, lanes + sum(fed), len(lengths))
+        if rate > highest:
+            highest, best = rate, list(fed)
+
+
+def is_worth_stopping(costs: RoundCosts, lanes: int, chances: Sequence[float]) -> bool:
+    """Whether a lane that runs ahead should stop, and feed guesses with these chances."""
+    row, length = costs.prices()
+    gain, most = -MISSED - lanes * length, 0.0
+    for chance in chances:
+        gain += chance - row  # a row costs the round's share of what all lanes make in it
+        most = max(most, gain)
+    return most > WORTHWHILE * lanes

@@ -1,0 +1,54 @@
+"""Rows of one call shared out among lanes: by chance, while the tokens per second rise."""
+
+from itertools import product
+
+import pytest
+
+from ds4cli.drafters.sharing import RoundCosts, is_worth_stopping, share
+
+
+def costs(row: float, length: float, lanes: int = 4) -> RoundCosts:
+    """Costs that were learnt where so many further rows, and further lengths, cost so much."""
+    known = RoundCosts()
+    for rows, lengths in [(lanes, 1), *product((lanes + 3, 2 * lanes, 4 * lanes), (1, 2, 3))] * 40:
+        known.observe(lanes, rows, lengths, 1 + row * (rows / lanes - 1) + length * (lengths - 1))
+    return known
+
+
+@pytest.mark.parametrize(("row", "length"), [(0.1, 0.0), (0.5, 0.05), (1.0, 0.2)])
+def test_prices_are_learnt_from_rounds(row, length):
+    """Prices stayed as they were assumed."""
+    assert costs(row, length).prices() == pytest.approx((row, length), abs=0.05)
+
+
+def test_likely_guesses_come_first_and_unlikely_ones_stay_out():
+    """Every lane was given as many rows as the others."""
+    fed = share(costs(0.5, 0.0), 4, [[0.9, 0.8, 0.7], [0.2], [0.7, 0.1]])
+    assert fed[0] == 3 and fed[1] == 0 and fed[2] == 1
+    assert share(costs(0.1, 0.0), 4, [[0.9, 0.8, 0.7], [0.2], [0.6, 0.1]])[1] == 1
+
+
+def test_nothing_is_fed_that_does_not_pay():
+    """Lanes with guesses were slower than lanes without."""
+    assert share(costs(2.0, 0.0), 4, [[0.9] * 5] * 4) == [0] * 4
+    assert share(RoundCosts(), 4, [[], []]) == [0, 0]
+    assert not is_worth_stopping(costs(0.5, 0.0), 4, [0.9])
+    assert is_worth_stopping(costs(0.2, 0.0), 4, [0.95, 0.9, 0.9, 0.9])
+
+
+def test_lengths_that_cost_are_kept_alike():
+    """One guess of a single lane cost all of them a second batch of every recurrence."""
+    dear = costs(0.2, 0.5)
+    assert share(dear, 4, [[0.9]]) == [0]
+    assert share(dear, 4, [[0.9] * 2] * 4) == [2] * 4
+
+
+def test_a_price_that_keeps_guesses_out_is_doubted_in_time():
+    """One slow round parked drafting for ever."""
+    known = costs(3.0, 0.0)
+    rounds = 0
+    while share(known, 4, [[0.9, 0.8]] * 4) == [0] * 4:
+        known.forget()
+        rounds += 1
+        assert rounds < 2000
+    assert rounds > 100
