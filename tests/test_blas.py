@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+
+from ds4cli.backend import openblas
 
 linux_only = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux wheels link a slow BLAS"
@@ -63,3 +68,48 @@ def test_every_import_preloads():
 def test_it_is_too_late_after_mlx():
     """Guards: a report names a BLAS that MLX, loaded before it, does not use."""
     assert run("import mlx.core; from ds4cli.backend import blas; print(blas.preload())") == "None"
+
+
+def numpys_own() -> Path | None:
+    """numpy's wheel has an OpenBLAS with the same prefix, for 64-bit sizes."""
+    folder = Path(np.__file__).parents[1] / "numpy.libs"
+    return next(folder.glob("libscipy_openblas64_*.so"), None)
+
+
+@linux_only
+def test_a_name_loses_its_prefix():
+    """Guards: a library that cannot be loaded, or whose other names are not found any more."""
+    path = numpys_own()
+    if path is None:
+        pytest.skip("this numpy has no OpenBLAS of its own")
+    library = ctypes.CDLL(openblas.in_memory(path, [b"cblas_sgemm64_"]))
+    assert not hasattr(library, "scipy_cblas_sgemm64_") and hasattr(library, "scipy_dgemm_64_")
+    a, b = (np.arange(12, dtype=np.float32).reshape(shape) for shape in ((3, 4), (4, 3)))
+    product = np.zeros((3, 3), np.float32)
+    left, right, out = (array.ctypes.data_as(ctypes.c_void_p) for array in (a, b, product))
+    m, k, one, none = ctypes.c_int64(3), ctypes.c_int64(4), ctypes.c_float(1), ctypes.c_float(0)
+    library.cblas_sgemm64_(101, 111, 111, m, m, k, one, left, k, right, m, none, out, m)
+    assert np.array_equal(product, a @ b)
+
+
+@linux_only
+@pytest.mark.parametrize("data", [b"", b"\x7fELF\x02\x01" + bytes(90), b"\x7fELF\x01\x01"])
+def test_what_is_no_library_is_not_loaded(tmp_path, data):
+    """Guards: a crash at the start because a wheel has another form now."""
+    path = tmp_path / openblas.FILE
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="library"):
+        openblas.in_memory(path)
+    assert run(PRODUCT, DS4CLI_BLAS=str(path)).startswith("None|False|")
+
+
+@linux_only
+def test_the_wheel_multiplies_for_mlx():
+    """Guards: `[cpu-small]` that installs a library which MLX does not use."""
+    path = openblas.installed()
+    if path is None:
+        pytest.skip("it is not installed here")
+    chosen, mapped, product, _ = run(PRODUCT, DS4CLI_BLAS=str(path)).split("|")
+    own = run(PRODUCT, DS4CLI_BLAS="none").split("|")[2]
+    assert (chosen, mapped) == (openblas.FILE, "True")
+    assert float(product) == pytest.approx(float(own), rel=1e-6)

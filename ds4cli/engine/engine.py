@@ -282,7 +282,8 @@ class Engine(Vocabulary):
 
     def _price_key(self) -> dict[str, str]:
         """All that the cost of a call depends on, but for the load of the machine."""
-        settings, threads = self.settings, ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+        settings = self.settings
+        threads = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
         return {
             "model": self.fingerprint,
             "weights": f"{settings.dtype} float32={is_float32(self.model)}",
