@@ -207,6 +207,14 @@ IntoSession = Annotated[
 IntoLatest = Annotated[
     bool, typer.Option("--continue", "-c", help="The same with the latest session.")
 ]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        help="With --json: log-probabilities of each token and of the N likeliest there.",
+        metavar="N",
+        rich_help_panel=OUTPUT,
+    ),
+]
 Prefill = Annotated[
     str | None,
     typer.Option(help="The reply begins with this, which is printed too.", metavar="TEXT"),
@@ -303,6 +311,7 @@ def generate(
     prompt_cache: PromptCache = None,
     prefill_response: Prefill = None,
     as_json: Json = False,
+    logprobs: Logprobs = None,
     no_stream: NoStream = False,
     extract: Extract = False,
     batch: BatchFile = None,
@@ -319,7 +328,7 @@ def generate(
     if batch is not None:
         others = dict(prompt=prompt or prompt_option, file=file, json=as_json, extract=extract,
                       no_stream=no_stream, session=session, prompt_cache=prompt_cache,
-                      prefill_response=prefill_response)  # fmt: skip
+                      prefill_response=prefill_response, logprobs=logprobs is not None)  # fmt: skip
         for name, value in {**others, "continue": go_on}.items():
             refuse_both(batch=True, **{name: bool(value)})
         raise typer.Exit(_run_batch(run, batch, **switches))
@@ -340,16 +349,18 @@ def generate(
         prompt_cache=prompt_cache,
         question=(prompt or prompt_option or "").removeprefix("-"),
         prefill=prefill_response or "",
+        top_logprobs=logprobs,
     )
     if session is not None or go_on:
-        refuse_both(session=True, prompt_cache=prompt_cache is not None)
-        refuse_both(session=True, prefill_response=prefill_response is not None)
         raise typer.Exit(_generate_in_session(run, request, session, go_on))
     raise typer.Exit(task.run(request, run.settings))
 
 
 def _generate_in_session(run: Run, request: Any, name: str | None, go_on: bool) -> int:
     """One message into a kept chat. Returns the exit code."""
+    refuse_both(session=True, prompt_cache=request.prompt_cache is not None)
+    refuse_both(session=True, prefill_response=bool(request.prefill))
+    refuse_both(session=True, logprobs=request.top_logprobs is not None)
     from ds4cli import generate
     from ds4cli.chat import request as asked
 

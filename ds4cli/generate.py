@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ds4cli.text.tokenizer import Vocabulary
     from ds4cli.tools import Tool
 
+MOST_TOP = 20  # log-probabilities in place of one token, as OpenAI has them
 BUILTIN_NOTE = "built-in demo model; -m takes a folder or a hub id"
 # A block that is not closed ends with the reply.
 _CODE_BLOCK = re.compile(
@@ -51,7 +52,8 @@ class GenerateRequest:
 
     extract: the first code block only. prompt_cache: keeps what was read of the prompt; question:
     the end of the prompt, in place of which another may stand the next time. prefill: what the
-    reply begins with.
+    reply begins with. top_logprobs: how many likely tokens to tell in place of each; None: no
+    log-probabilities.
     """
 
     prompt: str
@@ -65,6 +67,14 @@ class GenerateRequest:
     prompt_cache: Path | None = None
     question: str = ""
     prefill: str = ""
+    top_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        top = self.top_logprobs
+        if top is not None and not self.as_json:
+            raise UsageError("`--logprobs` needs `--json`", "a text has no place for them")
+        if top is not None and not 0 <= top <= MOST_TOP:
+            raise UsageError(f"`--logprobs` cannot be `{top}`", f"it wants 0 to {MOST_TOP}")
 
     @property
     def is_live(self) -> bool:
@@ -84,7 +94,8 @@ class Completion:
     """A reply as it stands: answer, reasoning, tool calls, why it ended (None while it goes on).
 
     note: what is wrong with a call that stayed unusable, or with a text of a wanted form. parsed:
-    the value of a text that was to be JSON, where a batch asks for it.
+    the value of a text that was to be JSON, where a batch asks for it. logprobs: of each token, its
+    reasoning's too, as OpenAI has them; None where nobody asked.
     """
 
     text: str = ""
@@ -93,6 +104,7 @@ class Completion:
     calls: tuple[WrittenCall, ...] = ()
     note: str = ""
     parsed: Any = None
+    logprobs: list[dict[str, Any]] | None = None
 
 
 def run(request: GenerateRequest, settings: Settings) -> int:
@@ -119,11 +131,14 @@ def run(request: GenerateRequest, settings: Settings) -> int:
         with terminal.PrefillBar(not request.quiet) as bar:
             session = _read(engine, request, tokens, interrupted, bar)
         split, live = splitter(engine, thinks), writer if request.is_live else None
+        session.score(request.top_logprobs)
         prefill = len(engine.encode_part(request.prefill)) if request.prefill else 0
         limits = {"since": len(tokens) - prefill} if prefill else {}
         completion = complete(
             session, split, interrupted, live, guard, begun=request.prefill, **limits
         )
+    if request.top_logprobs is not None:
+        completion.logprobs = engine.spelling.openai(session.scores(len(tokens)))
     if request.verbose:
         terminal.notes([*engine.notices[said:], *filter(None, [session.why_no_drafts])])
     print_end(request, engine, session, completion, writer)
@@ -510,6 +525,7 @@ def report(engine: Engine, session: Session, completion: Completion) -> dict[str
         "repairs": [asdict(repair) for repair in stats.repairs],
         "note": completion.note,
         "finish_reason": completion.finish_reason,
+        "logprobs": None if completion.logprobs is None else {"content": completion.logprobs},
         "usage": _usage(stats),
         "timings": _timings(stats),
         "speculative": {

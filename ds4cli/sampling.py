@@ -8,7 +8,7 @@ picked together, so drafted, rewound and resumed text equals plain text at any t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -23,21 +23,27 @@ from ds4cli.tokens import common_prefix
 NOISE_POSITIONS = 32
 NOISE_FLOATS = 1 << 22
 _MASK64 = (1 << 64) - 1
+# Tells the chance of XTC from the noise of the same position.
+_XTC = 0x5A5A
+
+Filter = Callable[[mx.array], mx.array]
 
 
 class Sampler:
     """Picks tokens from logits rows.
 
     token_limit: ids at or above it are never picked (vocabularies are padded beyond the tokenizer).
+    spared: ids that XTC never drops: what ends a line or a reply.
     attempt: a retry raises it to draw other noise for the same positions.
     UsageError if a logit bias names an id at or above token_limit.
     """
 
-    def __init__(self, settings: Settings, token_limit: int):
+    def __init__(self, settings: Settings, token_limit: int, spared: Collection[int] = ()):
         self.attempt = 0
         self.settings = settings = settings.filled()
         self._token_limit = token_limit
         self._filters = _filters(settings)
+        self._spared = sorted(token for token in spared if token < token_limit)
         self._bias = _bias(settings, token_limit)
         self._counts = _HistoryCounts(settings.repetition_context_size)
         self._noise = Noise(settings.seed, token_limit)
@@ -70,7 +76,16 @@ class Sampler:
             # drop the best allowed one is what greedy does without them.
             rows = rows if mask is None else mx.where(mask, rows, -mx.inf)
             return mx.argmax(rows, axis=-1).astype(mx.int32)
-        return self._sample(rows.astype(mx.float32), self.noise(pos, len(rows)), mask)
+        dropped = self._drops(pos, len(rows))
+        return self._sample(rows.astype(mx.float32), self.noise(pos, len(rows)), mask, dropped)
+
+    def _drops(self, pos: int, k: int) -> mx.array | None:
+        """Where XTC drops likely tokens, a matter of chance: bool (k, 1); None without it."""
+        chance = self.settings.xtc_probability
+        if not chance:
+            return None
+        keys = [position_key(self.settings.seed, self.attempt, pos + i) for i in range(k)]
+        return mx.array([[_splitmix64(key ^ _XTC) < chance * 2**64] for key in keys])
 
     def noise(self, pos: int, k: int) -> mx.array:
         """What the picks for positions pos, pos + 1, ... owe to chance: (k, token_limit)."""
@@ -85,16 +100,24 @@ class Sampler:
     def kind(self) -> tuple[Any, ...] | None:
         """Samplers of one kind differ in their noise only; None: this one is like no other."""
         s = self.settings
-        if self._bias is not None or self.needs_history:
+        if self._bias is not None or self.needs_history or s.xtc_probability:
             return None
         return (s.temp, s.top_p, s.top_k, s.min_p) if s.temp else (0,)
 
-    def _sample(self, rows: mx.array, noise: mx.array, mask: mx.array | None) -> mx.array:
+    def _sample(
+        self,
+        rows: mx.array,
+        noise: mx.array,
+        mask: mx.array | None,
+        dropped: mx.array | None = None,
+    ) -> mx.array:
         # Shifted log-probabilities: the filters and the sample do not depend on the shift.
         rows = rows - rows.max(axis=-1, keepdims=True)
-        kept = rows
-        for keep in self._filters:
-            kept = keep(kept)
+        before, after = self._filters
+        kept = _filtered(rows, before)
+        if dropped is not None:
+            kept = mx.where(dropped & self._likely(kept), -mx.inf, kept)
+        kept = _filtered(kept, after)
         if mask is not None:
             kept = _allow(kept, rows, mask)
         temp = self.settings.temp
@@ -102,6 +125,16 @@ class Sampler:
         noise = noise[:, : rows.shape[-1]]
         picks = mx.argmax(kept * (1 / temp) + noise, axis=-1).astype(mx.int32)
         return mx.where(mx.isnan(rows[:, 0]), 0, picks)  # for `refuse_nan`
+
+    def _likely(self, rows: mx.array) -> mx.array:
+        """What XTC drops, as `mlx_lm.sample_utils.apply_xtc` does, which draws its own chance: of
+        the tokens above the threshold all but the least likely. bool (k, V)."""
+        probs = mx.softmax(rows, axis=-1)
+        above = mx.where(probs > self.settings.xtc_threshold, probs, mx.inf)
+        likely = probs > above.min(axis=-1, keepdims=True)
+        if self._spared:
+            likely[:, mx.array(self._spared)] = False
+        return likely
 
     def _penalise(self, rows: mx.array, pos: int, history: Sequence[int]) -> mx.array:
         """Bias and penalties in mlx-lm's order (`mlx_lm.sample_utils.make_logits_processors`)."""
@@ -215,18 +248,22 @@ def _add(counts: mx.array, changes: Sequence[tuple[int, int, float]]) -> mx.arra
     return counts.at[mx.array(row), mx.array(token)].add(mx.array(by, mx.float32))
 
 
-def _filters(settings: Settings) -> list[Callable[[mx.array], mx.array]]:
-    """mlx-lm's filters in its order (`mlx_lm.sample_utils.make_sampler`)."""
-    filters: list[Callable[[mx.array], mx.array]] = []
+def _filters(settings: Settings) -> tuple[list[Filter], list[Filter]]:
+    """mlx-lm's filters in its order (`mlx_lm.sample_utils.make_sampler`), before and after XTC."""
+    filters: list[Filter] = []
     top_p, min_p, top_k = settings.top_p, settings.min_p, settings.top_k
     assert top_p is not None and top_k is not None, "the engine has decided"
     if 0 < top_p < 1:
         filters.append(lambda rows: apply_top_p(rows, top_p))
     if min_p > 0:
         filters.append(lambda rows: apply_min_p(rows, min_p))
-    if top_k > 0:
-        filters.append(lambda rows: _top_k(rows, top_k))
-    return filters
+    return filters, [lambda rows: _top_k(rows, top_k)] if top_k > 0 else []
+
+
+def _filtered(rows: mx.array, filters: Sequence[Filter]) -> mx.array:
+    for keep in filters:
+        rows = keep(rows)
+    return rows
 
 
 def _top_k(rows: mx.array, k: int) -> mx.array:

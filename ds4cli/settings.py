@@ -164,6 +164,16 @@ class Settings:
     min_p: float = _setting(
         0.0, float, SAMPLING, "Drop tokens below this share of the best.", **_between(0, 1)
     )
+    xtc_probability: float = _setting(
+        0.0, float, SAMPLING, "Chance to drop all likely tokens but the last.", **_between(0, 1)
+    )
+    xtc_threshold: float = _setting(
+        0.1,
+        float,
+        SAMPLING,
+        "From what probability on XTC calls a token likely.",
+        **_between(0, 0.5),
+    )
     repetition_penalty: float = _setting(
         1.0,
         float,

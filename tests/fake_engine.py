@@ -82,6 +82,9 @@ class FakeSession:
 
     why_no_drafts = ""
 
+    def score(self, top: int | None) -> None:
+        assert top is None
+
     def kept_bytes(self) -> dict[str, int]:
         return {"last_block": 1, "horizon": 3, "checkpoints": 4}
 

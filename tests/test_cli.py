@@ -215,7 +215,7 @@ VALUES = {
     "presence_penalty": 0.2, "frequency_penalty": -0.3, "seed": 7, "max_tokens": -1,
     "drafter": "model", "draft_model": "d", "num_draft_tokens": 4, "speculate": "always",
     "rewind_mb": 9, "horizon_tokens": 8, "prefill_step_size": 64, "kv_bits": 4,
-    "kv_group_size": 32, "max_repairs": 1,
+    "kv_group_size": 32, "max_repairs": 1, "xtc_probability": 0.2, "xtc_threshold": 0.3,
 }  # fmt: skip
 
 

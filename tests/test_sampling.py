@@ -10,6 +10,7 @@ from mlx_lm.sample_utils import (
     apply_min_p,
     apply_top_k,
     apply_top_p,
+    apply_xtc,
     make_logits_processors,
 )
 
@@ -77,6 +78,7 @@ def test_neighbouring_positions_are_independent():
         {"temp": 1.3, "top_p": 0.9, "min_p": 0.02, "top_k": 20},
         {"repetition_penalty": 1.5, "presence_penalty": 0.5},
         {"temp": 0.8, "frequency_penalty": 0.7, "repetition_context_size": 7},
+        {"temp": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.01, "top_k": 40},
     ],
     ids=str,
 )
@@ -193,6 +195,34 @@ def test_filters_keep_what_mlx_lm_keeps(settings):
     kept = apply_min_p(kept, settings["min_p"]) if "min_p" in settings else kept
     kept = apply_top_k(kept, settings["top_k"]) if settings.get("top_k", V) < V else kept
     assert set(picks) == {i for i, x in enumerate(kept[0].tolist()) if x > -math.inf}
+
+
+@pytest.mark.parametrize("more", [{}, {"top_p": 0.9}, {"min_p": 0.01}, {"top_k": 3}], ids=str)
+def test_xtc_drops_what_mlx_lm_drops(more):
+    """Guards: another threshold, order or sparing than mlx-lm's."""
+    row, spared = logits(1, V, scale=3), [int(mx.argmax(logits(1, V, scale=3)))]
+    s = Sampler(Settings(temp=1e4, xtc_probability=1.0, **more), V, spared)
+    picks = s.pick(mx.broadcast_to(row, (3000, V)), 0, []).tolist()
+    kept = row - mx.logsumexp(row)
+    kept = apply_top_p(kept, more["top_p"]) if "top_p" in more else kept
+    kept = apply_min_p(kept, more["min_p"]) if "min_p" in more else kept
+    cut = apply_xtc(kept, 1.0, 0.1, spared)
+    assert not mx.array_equal(cut, kept)
+    cut = apply_top_k(cut, more["top_k"]) if "top_k" in more else cut
+    assert set(picks) == {i for i, x in enumerate(cut[0].tolist()) if x > -math.inf}
+    assert spared[0] in picks
+
+
+def test_the_chance_of_xtc_belongs_to_the_position():
+    """Guards: a chance that is drawn once for all rows, too often, or anew for a drafted token."""
+    rows = mx.broadcast_to(mx.array([[5.0, 4.0, 0.0]]), (2000, 3))
+    s = Sampler(Settings(temp=0.01, xtc_probability=0.3), 3)  # the best token, or the second
+    picks = s.pick(rows, 0, []).tolist()
+    assert 500 < sum(picks) < 700 and set(picks) == {0, 1}
+    assert s.pick(rows[:9], 700, []).tolist() == picks[700:709]
+    s.attempt = 1
+    assert s.pick(rows, 0, []).tolist() != picks
+    assert Sampler(Settings(xtc_probability=0.0), 3).kind is not None and s.kind is None
 
 
 def test_temperature_sharpens_after_the_filters():

@@ -185,6 +185,7 @@ class Desk:
             choice.session, choice.events = reader, reader.stream(**limits)
         else:
             self._branch(choice, limits)
+        choice.session.score(answer.item.top_logprobs)
         self.writing.append(choice)
         return read
 
@@ -240,8 +241,15 @@ class Desk:
         generate.take(choice.completion, next(choice.events), choice.split)
         self._tokens += max(0, choice.tokens - before)
         if choice.completion.finish_reason is not None:
+            self._score(choice)
             choice.answer.generated += choice.tokens
             self.writing.remove(choice)
+
+    def _score(self, choice: Choice) -> None:
+        """How likely each token was, where the line asks for that."""
+        if choice.answer.item.top_logprobs is not None:
+            scores = choice.session.scores(len(choice.answer.prompt))
+            choice.completion.logprobs = self._engine.spelling.openai(scores)
 
     def drop(self, answer: Answer) -> None:
         """Write no more of a line."""

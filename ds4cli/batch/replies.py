@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ds4cli.batch.requests import Item
@@ -138,11 +139,30 @@ def _chat_choice(index: int, completion: Completion) -> dict[str, Any]:
         message["content"] = completion.text or None
         message["tool_calls"] = [call.openai() for call in completion.calls]
     choice = {"index": index, "message": message, "finish_reason": _reason(completion)}
+    if completion.logprobs is not None:
+        choice["logprobs"] = {"content": completion.logprobs}
     return {**choice, "note": completion.note} if completion.note else choice
 
 
 def _text_choice(index: int, completion: Completion) -> dict[str, Any]:
-    return {"index": index, "text": completion.text, "finish_reason": _reason(completion)}
+    choice = {"index": index, "text": completion.text, "finish_reason": _reason(completion)}
+    if completion.logprobs is not None:
+        choice["logprobs"] = _text_logprobs(completion.logprobs)
+    return choice
+
+
+def _text_logprobs(content: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """`logprobs` of a text completion, from those of a chat completion."""
+    texts = [entry["token"] for entry in content]
+    return {
+        "tokens": texts,
+        "token_logprobs": [entry["logprob"] for entry in content],
+        "top_logprobs": [
+            {other["token"]: other["logprob"] for other in entry["top_logprobs"]}
+            for entry in content
+        ],
+        "text_offset": list(accumulate(map(len, texts[:-1]), initial=0)) if texts else [],
+    }
 
 
 def _reason(completion: Completion) -> str | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds4cli import settings as all_settings
 from ds4cli.errors import UsageError
+from ds4cli.generate import MOST_TOP
 from ds4cli.settings import OPTIONS, Settings
 from ds4cli.text.chat_template import SYSTEM_ROLES
 
@@ -30,6 +31,8 @@ OVERRIDES = {
     "top_p": "top_p",
     "top_k": "top_k",
     "min_p": "min_p",
+    "xtc_probability": "xtc_probability",
+    "xtc_threshold": "xtc_threshold",
     "repetition_penalty": "repetition_penalty",
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
@@ -46,6 +49,8 @@ BODY_FIELDS = {
     "n",
     "model",
     "response_format",
+    "logprobs",
+    "top_logprobs",
 }
 LINE_FIELDS = {"custom_id", "method", "url", "body"}
 CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
@@ -61,7 +66,8 @@ class Item:
     Either `error` says what is wrong with it, or one of `messages` and `prompt` is there.
     is_chat: the answer has the shape of a chat completion, not of a text completion.
     unknown: names of fields that nothing reads. tools: None where the line says nothing.
-    has_form: it says itself which form the answer has: `wanted`, or plain text.
+    has_form: it says itself which form the answer has: `wanted`, or plain text. top_logprobs: how
+    many likely tokens to tell in place of each; None: no log-probabilities.
     """
 
     number: int
@@ -75,6 +81,7 @@ class Item:
     tools: tuple[Tool, ...] | None = None
     wanted: Wanted | None = None
     has_form: bool = False
+    top_logprobs: int | None = None
     model: str | None = None
     unknown: tuple[str, ...] = ()
     error: str = ""
@@ -173,6 +180,7 @@ def _item(number: int, custom_id: str, digest: str, line: dict[str, Any]) -> Ite
         tools=_tools(body),
         wanted=_wanted(body),
         has_form="response_format" in body,
+        top_logprobs=_top_logprobs(body),
         model=body.get("model"),
         unknown=tuple(unknown + _unknown(body, BODY_FIELDS)),
     )
@@ -304,6 +312,22 @@ def _count(n: Any) -> int:
     if type(n) is not int or not 1 <= n <= MAX_COMPLETIONS:
         raise UsageError(f"`n` cannot be `{n}`: it wants a number from 1 to {MAX_COMPLETIONS}")
     return n
+
+
+def _top_logprobs(body: dict[str, Any]) -> int | None:
+    """A chat says whether, and how many; a text completion just how many."""
+    wanted, top = body.get("logprobs", False), _whole(body.get("top_logprobs"))
+    if isinstance(wanted, bool):
+        if not wanted and top:
+            raise UsageError("`top_logprobs` needs `logprobs`")
+        top = (top or 0) if wanted else None
+    else:
+        top = _whole(wanted)
+    if top is not None and (type(top) is not int or not 0 <= top <= MOST_TOP):
+        raise UsageError(
+            f"`top_logprobs` cannot be `{top}`: it wants a number from 0 to {MOST_TOP}"
+        )
+    return top
 
 
 def _wanted(body: dict[str, Any]) -> Wanted | None:

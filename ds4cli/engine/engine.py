@@ -25,6 +25,7 @@ from ds4cli.drafters.heads import Head, HeadSource
 from ds4cli.drafters.making import make
 from ds4cli.drafters.policy import Experience
 from ds4cli.engine.capabilities import Capabilities, survey
+from ds4cli.engine.scores import Spelling
 from ds4cli.engine.session import Session
 from ds4cli.errors import ModelError, StateError, UsageError
 from ds4cli.hooks import cuda, delta, last_row
@@ -317,11 +318,21 @@ class Engine(Vocabulary):
 
     def session_from(self, timeline: Timeline, drafter: Drafter | None = None) -> Session:
         """A session that goes on from `timeline`, with a new drafter if none is given."""
-        sampler = Sampler(self.settings, token_limit=self.token_limit)
+        sampler = self.sampler(self.settings)
         if drafter is None:
             draft = None if self._draft is None else self._timeline(self._draft, Timeline)
             drafter = make(self.settings, sampler, draft=draft, head=self._head, corpus=self.corpus)
         return Session(self, timeline, sampler, drafter)
+
+    @cached_property
+    def spelling(self) -> Spelling:
+        """How tokens are spelt in results."""
+        return Spelling(self.decode, self.tokenizer)
+
+    def sampler(self, settings: Settings) -> Sampler:
+        """What picks this model's tokens. XTC spares what ends a line or a reply, as in mlx-lm."""
+        spared = {*self.encode_part("\n"), *self.stop_ids} if settings.xtc_probability else ()
+        return Sampler(settings, self.token_limit, spared)
 
     def load_session(self, path: str | Path) -> Session:
         """The session saved at `path`. StateError if it is damaged or another model's."""

@@ -21,9 +21,10 @@ from ds4cli.arrays import integer
 from ds4cli.drafters.policy import DraftPolicy
 from ds4cli.engine.generation import Event, Generation, Repair, Steps
 from ds4cli.engine.reply import ReplyText
+from ds4cli.engine.scores import Score, Scores
 from ds4cli.errors import StateError, UsageError
 from ds4cli.rewind.plan import RewindPlan, RewindReport
-from ds4cli.sampling import Sampler, refuse_nan
+from ds4cli.sampling import refuse_nan
 from ds4cli.settings import MAX_BLOCK_TOKENS, Settings
 from ds4cli.text.reasoning import Markers, opens_thinking
 
@@ -121,6 +122,7 @@ class Session:
         self.moves = 0  # how often the session was taken elsewhere
         self._drafted_ids: list[int] = []  # what the drafter was given last, see `_ids_to`
         self.generation: Generation | None = None  # the reply being streamed
+        self._scores: Scores | None = None
         self._knows_prices = False
 
     # -- state ------------------------------------------------------------------------------------
@@ -275,7 +277,7 @@ class Session:
 
     def use(self, settings: Settings) -> None:
         """Sample as `settings` say from here on: temperature, filters, penalties, bias, seed."""
-        sampler = Sampler(settings, token_limit=self.engine.token_limit)
+        sampler = self.engine.sampler(settings)
         sampler.attempt = self.attempt
         self.sampler, self._next, self._knows_prices = sampler, None, False
         self.drafter.use(sampler)
@@ -290,6 +292,18 @@ class Session:
         twin.use(self.sampler.settings)
         twin.attempt = self.attempt
         return twin
+
+    def score(self, top: int | None) -> None:
+        """From here on keep how likely each token was, and the `top` likeliest in its place; None
+        ends that."""
+        self._scores = None if top is None else Scores(top, self.engine.token_limit)
+        self._timeline.witness = None if self._scores is None else self._scores.note
+
+    def scores(self, start: int) -> list[Score]:
+        """The scores of the tokens from position `start` on; they were written since `score`."""
+        if self._scores is None:
+            raise UsageError("no scores were kept", "call `score` before the reply")
+        return self._scores.of(self._timeline.tokens, start)
 
     def save(self, path: str) -> None:
         """Write tokens, state and checkpoints to `path` (safetensors), complete or not at all."""

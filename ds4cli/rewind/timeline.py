@@ -54,6 +54,10 @@ class Limits:
         return self.horizon_tokens + MAX_BLOCK_TOKENS
 
 
+# Told where tokens were committed, the row (V,) before them, and those (n, V) of their call.
+Witness = Callable[[int, list[int], "mx.array | None", mx.array], None]
+
+
 class _Block(NamedTuple):
     """An open model call: fed but not committed."""
 
@@ -112,7 +116,7 @@ class Timeline:
     model: an mlx-lm model, called as `model(tokens (1, n), cache=caches) -> logits (1, n, V)`.
     recorder: the armed tape recorder; None means that recurrent layers go back by feeding tokens.
     taps: layers that a drafter reads. observer: called with the position and, per tapped layer, the
-    residual rows (n, H) of what was committed from there on.
+    residual rows (n, H) of what was committed from there on. witness: called after each commit.
     """
 
     def __init__(
@@ -129,6 +133,7 @@ class Timeline:
         self.recorder = recorder
         self.taps = taps
         self.observer: Callable[[int, list[mx.array]], None] | None = None
+        self.witness: Witness | None = None
         self.limits = limits
         self.counters = Counters()
         self.recording = True
@@ -356,6 +361,8 @@ class Timeline:
         except BaseException:
             self._back(now._replace(open=()), block.hold)
             raise
+        if self.witness is not None:
+            self.witness(block.start, feed[:rows], now.logits, block.logits)
         memory.clear_between(block.start, after.pos)
         return feed[:rows]
 
@@ -629,7 +636,7 @@ class Timeline:
         self.abort()
         twin = copy.copy(self)
         twin._now = self._without_redo(self._now)._replace(layers=self._now.layers.fork())
-        twin.counters, twin.observer = Counters(), None
+        twin.counters, twin.observer, twin.witness = Counters(), None, None
         if limits is not None:
             twin.limits = limits
             horizon, checkpoints = twin._records()
