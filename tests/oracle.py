@@ -80,10 +80,12 @@ def prompt(n: int, seed: int = 1) -> list[int]:
     return mx.random.randint(0, V, (512,), key=mx.random.key(seed)).tolist()[:n]
 
 
-def fresh_logits(model, tokens: Sequence[int], first: int = 0, then: int = 0) -> mx.array:
+def fresh_logits(
+    model, tokens: Sequence[int], first: int = 0, then: int = 0, make: Callable | None = None
+) -> mx.array:
     """The row after `tokens`, from stock caches: `first` tokens in one call, then calls of `then`
-    (0: all)."""
-    cache, at = make_prompt_cache(model), 0
+    (0: all). make: what makes the caches of a model, where they are not those of mlx-lm."""
+    cache, at = (make or make_prompt_cache)(model), 0
     while at < len(tokens):
         size = (first if at == 0 and first else then) or len(tokens)
         rows = model(mx.array(tokens[at : at + size])[None], cache=cache)
@@ -95,17 +97,19 @@ def fresh_logits(model, tokens: Sequence[int], first: int = 0, then: int = 0) ->
 _READ: deque[tuple[Any, Callable, list[int], mx.array]] = deque(maxlen=24)
 
 
-def read_logits(model, tokens: Sequence[int], ahead: Sequence[int] = ()) -> mx.array:
+def read_logits(
+    model, tokens: Sequence[int], ahead: Sequence[int] = (), make: Callable | None = None
+) -> mx.array:
     """The row after `tokens`, from stock caches: of one call on them and `ahead`, or on a text that
-    begins with them, if one was read of late."""
-    tokens = list(tokens)
+    begins with them, if one was read of late. make: see `fresh_logits`."""
+    tokens, make = list(tokens), make or make_prompt_cache
     for known, made, text, rows in _READ:
-        if known is model and made is make_prompt_cache and text[: len(tokens)] == tokens:
+        if known is model and made is make and text[: len(tokens)] == tokens:
             return rows[len(tokens) - 1]
     text = [*tokens, *ahead]
-    rows = model(mx.array(text)[None], cache=make_prompt_cache(model))[0]
+    rows = model(mx.array(text)[None], cache=make(model))[0]
     mx.eval(rows)
-    _READ.appendleft((model, make_prompt_cache, text, rows))
+    _READ.appendleft((model, make, text, rows))
     return rows[len(tokens) - 1]
 
 
@@ -125,20 +129,26 @@ def error(a: mx.array, b: mx.array) -> float:
     return (mx.abs(a - b).max() / mx.maximum(mx.abs(b).max(), 1)).item()
 
 
-def assert_fresh(model, tokens: Sequence[int], logits: mx.array, ahead: Sequence[int] = ()) -> None:
-    """`logits` is what a fresh prefill of `tokens` gives, to 2e-5. ahead: see `read_logits`.
+def assert_fresh(
+    model,
+    tokens: Sequence[int],
+    logits: mx.array,
+    ahead: Sequence[int] = (),
+    make: Callable | None = None,
+) -> None:
+    """`logits` is what a fresh prefill of `tokens` gives, to 2e-5. ahead, make: see `read_logits`.
 
     Where stock mlx-lm differs from itself by more, between call sizes, its own spread is allowed:
     DeepSeek V4.1 rounds activations to fp8 and fp4, Mamba-2 scans a chunk and a step by different
     sums.
     """
-    if error(logits, read_logits(model, tokens, ahead)) < TOLERANCE:
+    if error(logits, read_logits(model, tokens, ahead, make)) < TOLERANCE:
         return
-    fresh, allowed = fresh_logits(model, tokens), TOLERANCE
+    fresh, allowed = fresh_logits(model, tokens, make=make), TOLERANCE
     if error(logits, fresh) >= TOLERANCE:
         sizes = [(n, n) for n in (1, 2, 3, 5, 8)] + [(n, 0) for n in (1, 2, 4)]
         allowed = max(
-            TOLERANCE, *(2 * error(fresh_logits(model, tokens, *s), fresh) for s in sizes)
+            TOLERANCE, *(2 * error(fresh_logits(model, tokens, *s, make), fresh) for s in sizes)
         )
     assert error(logits, fresh) < allowed
 

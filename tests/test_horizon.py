@@ -8,6 +8,7 @@ import random
 from types import SimpleNamespace
 
 import mlx.core as mx
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -155,6 +156,16 @@ def test_the_last_rows_are_reached_and_no_more_than_a_run_beyond():
         fed.check()
         assert 200 - limit - module.DENSE_SPACING <= fed.horizon.low <= 200 - limit
         assert fed.longest_replay() <= module.DENSE_SPACING
+        assert fed.horizon.rows() == range(fed.horizon.low, 201), "the row at its start too"
+
+
+def test_it_begins_at_the_last_checkpoint_that_is_far_enough_back():
+    """Rows beyond the limit stay for ever, or the oldest that was promised goes."""
+    lows = {n: Fed(n).singles(200).horizon.low for n in (1, 5, 8, 9, 40, 41)}
+    assert lows == {1: 199, 5: 192, 8: 192, 9: 160, 40: 160, 41: 128}
+    assert Fed(1).feed(3).feed(3).horizon.low == 3
+    assert Fed(3).feed(3).feed(3).horizon.low == 3
+    assert Fed(4).feed(3).feed(3).horizon.low == 0
 
 
 def test_the_first_row_is_what_came_before():
@@ -210,6 +221,15 @@ def test_short_of_budget_old_logits_go_before_rows():
     fed.check()
 
 
+def test_exactly_as_many_logits_go_as_there_are_bytes_too_many():
+    """A row more costs a token that need not be fed; a row less is memory that nobody granted."""
+    whole = Fed(60).singles(21).horizon.nbytes
+    for missing, first in ((0, 1), (1, 2), (ROW_BYTES, 2), (ROW_BYTES + 1, 3)):
+        fed = Fed(60, whole - missing).singles(21)
+        assert (fed.horizon.low, fed.horizon.rows()) == (0, range(first, 22)), missing
+        fed.check()
+
+
 def test_a_budget_of_nothing_keeps_the_last_call():
     """The last block is what a stop string goes back in: it stays whatever it takes."""
     fed = Fed(40, budget_bytes=0).singles(3).feed(5, 3)
@@ -227,6 +247,22 @@ def test_bytes_are_those_of_tape_rows_and_checkpoints():
     assert fed.horizon.nbytes == segment_of(fed.text, 0).nbytes
     fed.feed(1)  # the newest checkpoint was the live state a call ago
     assert fed.horizon.nbytes == (2 + 1) * (LAYERS + 1) * ROW_BYTES + LAYERS * ROW_BYTES
+
+
+def test_bytes_are_followed_without_counting():
+    """A sum that drifts away from what is kept: nothing is dropped, or everything."""
+    fed = Fed(300).singles(100)
+    assert fed.horizon.held_bytes == fed.horizon.nbytes + RECORDER.state_bytes
+    assert Fed(300).horizon.held_bytes == 0
+
+
+def test_a_copy_is_all_of_it():
+    """A branch with another limit, budget or recorder than its session."""
+    horizon = Fed(40, 5000).singles(50).horizon
+    twin = horizon.copy()
+    assert {**vars(twin), "_packing": 0} == {**vars(horizon), "_packing": 0}
+    assert twin.segments is not horizon.segments and twin._packing is not horizon._packing
+    assert list(twin._packing.starts) == list(horizon._packing.starts)
 
 
 def test_one_checkpoint_serves_a_run_of_rows(monkeypatch):
@@ -247,6 +283,9 @@ def test_checkpoints_keep_their_distance_after_a_way_back():
     fed.back(70).singles(60)
     starts = [s.start for s in fed.horizon.segments if s.checkpoint is not None]
     assert starts == [0, 32, 64, 96, 128, 129]
+    fed.check()
+    fed = Fed(300).singles(95).back(90).singles(40)
+    assert [s.start for s in fed.horizon.segments if s.checkpoint is not None] == starts
     fed.check()
 
 
@@ -292,6 +331,15 @@ def test_runs_of_single_rows_become_few_arrays():
     ]
     assert packed and all(len(s.logits) == 1 for s in packed)
     fed.check()
+
+
+def test_a_run_is_merged_when_it_is_complete():
+    """Merged one by one, a row is copied again for every later one."""
+    sizes = {n: [s.rows for s in Fed(4000).singles(n).horizon.segments] for n in (32, 33, 66)}
+    assert sizes == {32: [1] * 32, 33: [32, 1], 66: [32, 32, 1, 1]}
+    mixed = Fed(4000).feed(40).singles(34)
+    assert [s.rows for s in mixed.horizon.segments] == [40, 32, 1, 1]
+    mixed.check()
 
 
 def test_a_run_is_copied_layer_by_layer():
@@ -341,6 +389,16 @@ def test_the_number_of_arrays_is_bounded(monkeypatch):
     fed.check()
 
 
+def test_the_arrays_of_runs_that_wait_are_counted(monkeypatch):
+    """A run that is to be copied is still as many arrays as it has rows."""
+    fed = Fed(4000).singles(40)
+    each = 1 + RECORDER.row_arrays + RECORDER.state_arrays
+    assert fed.horizon._arrays() == (1 + 8 + module.MERGE_SEGMENTS) * each
+    monkeypatch.setattr(module, "MAX_ARRAYS", fed.horizon._arrays())
+    assert Fed(4000).singles(40).horizon.low == 0
+    assert Fed(4000).singles(41).horizon.low > 0
+
+
 def test_many_checkpoints_only_where_they_are_cheap():
     """Eight of them in a quarter of the budget are many."""
     cheap, dear = 4 * 8 * RECORDER.state_bytes, 4 * 8 * RECORDER.state_bytes - 4
@@ -350,10 +408,34 @@ def test_many_checkpoints_only_where_they_are_cheap():
     assert Horizon(500, 0, None).is_dense and Horizon(500, 0, None).checkpoint_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("budget", "arrays", "rows"),
+    [
+        (20_000, 10**9, (20_000 - 64) // 96),
+        (1 << 20, 10**9, ((1 << 20) - 64) // 96),
+        (1 << 20, 3000, 352 + (3000 - 352 * 5) // 5 * 32),
+        (1 << 20, 1700, 352),
+        (63, 10**9, 0),
+        (64 + 96, 10**9, 1),
+    ],
+)
+def test_the_rows_that_a_budget_holds(monkeypatch, budget, arrays, rows):
+    """What a front end is promised is this number: a row is 64 bytes of tape and 32 of logits."""
+    monkeypatch.setattr(module, "MAX_ARRAYS", arrays)
+    monkeypatch.setattr(module, "DENSE_CHECKPOINTS", 0)
+    assert Horizon(10**6, budget, RECORDER).affordable_rows(ROW_BYTES) == rows
+    assert Horizon(10**6, 3200, None).affordable_rows(ROW_BYTES) == 100 or arrays < 10**9
+
+
 def test_where_every_array_takes_pages_rows_are_copied_at_once(monkeypatch):
     """On Metal an array of 4 bytes takes 16 kB."""
     monkeypatch.setattr(module, "page_bytes", lambda: 16384)
     horizon = Horizon(500, 1 << 20, RECORDER)
     assert horizon._stay_linked == 0 and horizon._page_bytes == 16384 * LAYERS
     assert Horizon(500, 1 << 20, None)._page_bytes == 0
-    assert horizon.affordable_rows(0) < (1 << 20) // RECORDER.row_bytes
+    loose = RECORDER.row_bytes + ROW_BYTES + 16384 * LAYERS
+    for budget in (20 * loose, 200 * loose):
+        linked = min(96, (budget - RECORDER.state_bytes) // loose)
+        more = (budget - RECORDER.state_bytes - linked * loose) // (RECORDER.row_bytes + ROW_BYTES)
+        horizon.budget_bytes = budget
+        assert horizon.affordable_rows(ROW_BYTES) == linked + more
