@@ -15,8 +15,9 @@ from toolkit import TOOLS, tokenizer
 from ds4cli.errors import UsageError
 from ds4cli.text.tokenizer import Vocabulary
 from ds4cli.tools import Tool, load_tools, run_tool
+from ds4cli.tools.checking import Invalid, check
 from ds4cli.tools.running import environment_of, printable
-from ds4cli.tools.schema import Invalid, check, types_of
+from ds4cli.tools.schema import types_of
 
 GOOD = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
 

@@ -126,7 +126,7 @@ def test_huge_enums_deep_nesting_and_recursion_do_not_hang():
         for name in ("json_tools", "qwen3_coder", "gemma4"):
             guard, seconds = build(schema, name)
             assert seconds < 5
-            assert guard._grammar is not None or guard.notices
+            assert guard._limits is not None or guard.notices
 
 
 def test_a_recursive_value_stays_inside_its_schema():
@@ -177,7 +177,7 @@ def test_more_arguments_than_there_are_bits():
     guard, _ = build(many)
     assert play(guard, tokenizer(), call.replace('"k69": "a", ', ""))[-1].event == "left"
     guard, _ = build(many, "qwen3_coder")
-    assert guard._grammar is not None
+    assert guard._limits is not None
 
 
 def closes(schema, arguments, name="json_tools"):

@@ -16,7 +16,8 @@ from typing import Any
 from ds4cli.errors import UsageError
 from ds4cli.settings import Settings
 from ds4cli.structured.wanted import Wanted
-from ds4cli.tools import schema as json_schema
+from ds4cli.tools import checking
+from ds4cli.tools.schema import lost_references
 
 SETTINGS = ("json_schema", "json_object", "regex", "grammar")
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -110,8 +111,8 @@ def checked(wanted: Wanted, strict: bool = False) -> Wanted:
 def _unchecked(schema: Any, unheld: list[str]) -> tuple[str, ...]:
     """Of what no grammar holds, the words that the check of a finished reply does not know, and
     where it cannot follow a reference on the way to one that it does."""
-    known = [word for word in unheld if json_schema.is_checked(word.split("`")[1])]
-    lost = [f"`$ref` `{ref}`" for ref in json_schema.lost_references(schema)] if known else []
+    known = [word for word in unheld if checking.is_checked(word.split("`")[1])]
+    lost = [f"`$ref` `{ref}`" for ref in lost_references(schema)] if known else []
     return (*(word for word in unheld if word not in known), *dict.fromkeys(lost))
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ds4cli.structured.guard import FormGuard
-from ds4cli.tools.guard import NOTHING, Guard, GuardEnd, GuardStep
+from ds4cli.tools.guard import Guard
+from ds4cli.tools.steps import NOTHING, GuardEnd, GuardStep
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class CallOrForm:
-    """A guard of the protocol of `tools.guard` over two others."""
+    """A guard of the protocol of `tools.steps` over two others."""
 
     def __init__(self, calls: Guard, form: FormGuard):
         self._calls, self._form = calls, form

@@ -1,6 +1,6 @@
 """Watches one reply for its form, and says where to go back to when a token leaves it.
 
-It speaks the protocol of `tools.guard` (see there): `feed` answers with text to show and, where a
+It speaks the protocol of `tools.steps` (see there): `feed` answers with text to show and, where a
 token leaves the grammar, with "left" and the position to go back to; `allowed` is the mask there.
 Nothing is masked while the model stays inside. The form begins with the reply, or behind its
 reasoning; a stop token may come only where the text may end.
@@ -15,25 +15,26 @@ from typing import Any
 
 import numpy as np
 
-from ds4cli.structured.drafts import ForcedDrafts
 from ds4cli.structured.grammar import Form
 from ds4cli.structured.missing import missing
 from ds4cli.text.detokenizer import Detokenizer
 from ds4cli.text.reasoning import Markers, ReasoningSplitter
-from ds4cli.tools import schema as json_schema
-from ds4cli.tools.guard import NOTHING, GuardEnd, GuardStep
+from ds4cli.tools import checking
+from ds4cli.tools.forcing import Forcing
+from ds4cli.tools.steps import NOTHING, GuardEnd, GuardStep
 
 
 @dataclass
 class _Body:
     """The text that has the form: where it begins, and the matcher behind its newest token.
 
-    lead: tokens that spell what of its first token belongs to it.
+    lead: tokens that spell what of its first token belongs to it. forcing: guesses for it.
     """
 
     opened: int
     lead: list[int]
     matcher: Any
+    forcing: Forcing
     ids: list[int] = field(default_factory=list)
 
 
@@ -63,7 +64,6 @@ class FormGuard:
         self._ids: list[int] = []
         self._texts: list[str] = []
         self._banned: dict[int, set[int]] = {}
-        self._drafts = ForcedDrafts(form)
         self._begin()
 
     def _begin(self) -> None:
@@ -141,7 +141,9 @@ class FormGuard:
             return None
         first, part = self._first_of(len(answer))
         lead = [self._ids[first]] if part is None else self.form.tokens_of(part.encode())
-        self._body = _Body(self._start + first, lead, self.form.matcher())
+        forcing = Forcing(self.form.forcing)
+        forcing.take(lead)
+        self._body = _Body(self._start + first, lead, self.form.matcher(), forcing)
         if self._body.matcher.try_consume_tokens(lead) < len(lead):
             return self._body.opened
         return self._follow(self._body, self._ids[first + 1 :])
@@ -163,6 +165,7 @@ class FormGuard:
         """Let the matcher consume `tokens`; the position of the first that it refuses."""
         taken = body.matcher.try_consume_tokens(tokens) if tokens else 0
         body.ids += tokens[:taken]
+        body.forcing.take(tokens[:taken])
         return None if taken == len(tokens) else body.opened + 1 + len(body.ids)
 
     def _left(self, bad: int, token: int | None = None) -> GuardStep:
@@ -203,6 +206,7 @@ class FormGuard:
         if gone > 0:
             body.matcher.rollback(gone)
             del body.ids[-gone:]
+            body.forcing.rewind(len(body.lead) + len(body.ids))
         self._shown = min(self._shown, len(self._ids))
 
     def _read_again(self) -> None:
@@ -248,7 +252,7 @@ class FormGuard:
         """What must follow `tokens`, the next token and what is drafted so far; for guesses."""
         if self._body is None:
             return []
-        return self._drafts.after([*self._body.lead, *self._body.ids, *tokens])
+        return self._body.forcing.after(tokens)
 
     # the end
 
@@ -268,8 +272,8 @@ class FormGuard:
     def _unfit(self) -> str:
         """What the finished text is not, of what its grammar could not hold."""
         try:
-            json_schema.check(json.loads(self.text), self.form.wanted.source)
-        except json_schema.Invalid as error:
+            checking.check(json.loads(self.text), self.form.wanted.source)
+        except checking.Invalid as error:
             return f"the text does not fit {self.form.wanted.name}: {error}"
         except ValueError as error:
             return f"the text is no JSON: {error}"

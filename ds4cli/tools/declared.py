@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds4cli.errors import UsageError
+from ds4cli.tools import checking
 from ds4cli.tools import schema as json_schema
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
@@ -49,7 +50,7 @@ class Tool:
     def notices(self) -> list[str]:
         """Schema keywords that nothing checks."""
         return [f"tool `{self.name}`: `{path}` is not checked"
-                for path in json_schema.unchecked(self.parameters)]  # fmt: skip
+                for path in checking.unchecked(self.parameters)]  # fmt: skip
 
 
 def load_tools(path: str | Path) -> list[Tool]:

@@ -19,9 +19,9 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from ds4cli.tools.declared import Tool
 from ds4cli.tools.detect import find_format
-from ds4cli.tools.forcing import layouts
 from ds4cli.tools.formats import Format
 from ds4cli.tools.lark import NoGrammar, Writer
+from ds4cli.tools.layouts import layouts
 
 
 class TokenBytes:
@@ -61,7 +61,7 @@ class Grammar(TokenBytes):
         super().__init__(vocabulary_for(tokenizer, fmt.literals()))
         self.notices: list[str] = []
         self._root = self._compile(fmt, tools)
-        self._strict: list[LLMatcher | None] = []
+        self._strict: list[LLMatcher] | None = None
         self._source = fmt, list(tools), find_format(tokenizer).drawn
         self.build_s = time.perf_counter() - begin
 
@@ -91,21 +91,20 @@ class Grammar(TokenBytes):
         """A matcher that stands before the start marker."""
         return self._root.deep_copy()
 
-    def strict(self, layout: int) -> LLMatcher | None:
-        """A matcher that leaves no choice where a template's layout, the n-th to try, leaves none;
-        None where there is no such layout. Built when it is first asked for."""
-        if not self._strict:
+    def forcing(self) -> list[LLMatcher]:
+        """Matchers that leave no choice where a layout of the template leaves none, one for each.
+        Compiled when they are first asked for."""
+        if self._strict is None:
             self._strict = self._compile_strict()
-        root = self._strict[layout] if layout < len(self._strict) else None
-        return None if root is None else root.deep_copy()
+        return [matcher.deep_copy() for matcher in self._strict]
 
-    def _compile_strict(self) -> list[LLMatcher | None]:
+    def _compile_strict(self) -> list[LLMatcher]:
         fmt, tools, drawn = self._source
         if not drawn:
-            return [None]
+            return []
         lark = Writer(fmt, tools, drawn=drawn).lark()
         tried = [self._try(layout.applied(lark)) for layout in layouts(fmt, drawn)]
-        return [None if error else matcher for matcher, error in tried]
+        return [matcher for matcher, error in tried if not error]
 
 
 _cache: weakref.WeakKeyDictionary[Any, dict[str, Grammar | str]] = weakref.WeakKeyDictionary()

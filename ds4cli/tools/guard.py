@@ -1,41 +1,21 @@
 """Watches one reply for tool calls, and says where to go back to when one goes wrong.
 
-The protocol. Positions are the session's, tokens come in order, and the guard's state is a function
-of the tokens it was fed: one small snapshot per position, so `rewind` is a truncation.
-
-    feed(pos, token, text)   per committed token, with the text the detokenizer released for it, and
-                             for a stop token before the reply ends. Returns a GuardStep: `emit` is
-                             text to show now, `event` what the loop has to do:
-        "open"     a call has begun at step.opened (a place worth a checkpoint)
-        "left"     the token at step.bad_pos leaves the grammar; the guard stands before it: rewind
-                   the session to bad_pos, pick from the kept row with `allowed(size)` as mask, feed
-                   that token instead
-        "closed"   step.calls are ready; stop here (finish reason "tool"), or go on
-        "broken"   the call closed but is unusable; the guard stands before its first token: rewind
-                   the session to bad_pos, raise `attempt`, go on
-        "refused"  the same after max_repairs attempts: the text stays, step.reason says why
-    rewind(pos)              the session went back: forget the tokens from `pos` on. After "left"
-                             and "broken" that has happened already, and doing it again is harmless.
-    filter(tokens)           how many of a block's tokens may be fed; asks, changes nothing
-    forced(tokens)           what must follow these in the open call, for guesses; the same
-    is_open, opened          whether a call is open, and where it began
-    settled                  tokens before this position cannot be taken back by a repair
-    finish(reason)           the reply has ended: hands out what is held back, and what the end
-                             completes; after "length" or "cancelled" `feed` may go on
-    catch_up(...)            instead of `feed`: a reply that was written before
+What it says, and when, is in `steps.py`. Positions are the session's, tokens come in order, and the
+guard's state is a function of the tokens it was fed: one small snapshot per position, so `rewind`
+is a truncation.
 
 Text outside calls is handed back as it comes; what may still turn out to be the beginning of a
 marker is held back, from the beginning of its token on. Nearly every token changes nothing: it
 holds no character that could belong to a marker. Such tokens take a short way through `feed` and
-share one `_State`; the rest is as slow as it likes. What the grammar says of an open call is in
-`matcher.py`, what the text of a call means in `parse.py`.
+share one `State`; the rest is as slow as it likes. Where calls begin in text is in `openings.py`,
+what the grammar says of an open one in `matcher.py`, what its text means in `parse.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import regex
 
@@ -45,82 +25,15 @@ from ds4cli.text.reasoning import reasoning_pair
 from ds4cli.tools.declared import Tool
 from ds4cli.tools.detect import require_format
 from ds4cli.tools.formats import Format, Json, Named, Tagged
-from ds4cli.tools.matcher import CallMatcher
+from ds4cli.tools.matcher import CallMatcher, Limits
 from ds4cli.tools.mend import Refused, Unclosed
+from ds4cli.tools.openings import FENCE, SECTIONS, Openings, place
 from ds4cli.tools.parse import ParsedCall, parse_calls
+from ds4cli.tools.state import Held, State, split, without
+from ds4cli.tools.steps import NOTHING, GuardEnd, GuardStep
 
 if TYPE_CHECKING:
     import numpy as np
-
-
-FENCE = "```"
-_SECTIONS = {"think": "a think section", "code": "a code block", "quote": "a quotation"}
-
-
-class GuardStep(NamedTuple):  # one for every token: made faster than a dataclass
-    """What one token did. `emit` is text to show now; see the module's docstring for `event`."""
-
-    emit: str = ""
-    event: str | None = None
-    calls: tuple[ParsedCall, ...] = ()
-    opened: int | None = None
-    bad_pos: int | None = None
-    reason: str = ""
-
-
-NOTHING = GuardStep()
-
-
-@dataclass(frozen=True)
-class GuardEnd:
-    """The end of a reply.
-
-    emit: text that was held back.
-    calls: calls that only the end completes.
-    cut: a call was open when the reply ran out of room or was cancelled. It is kept: feed() may
-        go on where it stopped. `calls` then holds it only if nothing but its end marker is missing.
-    raw: the text of an unusable call.
-    reason: why it is unusable.
-    """
-
-    emit: str = ""
-    calls: tuple[ParsedCall, ...] = ()
-    cut: bool = False
-    raw: str = ""
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class _State:
-    """After a token. `held`: (pos, text) of tokens not shown yet, `at`: where that text begins;
-    `begun`: whether the answer has any text, `called`: whether that is a call which turned out to
-    be prose, `since`: where thoughts or code began.
-
-    In a call, `held` are its first tokens up to the one that opened it, `before` is text of the
-    first of them that stands before the marker and `marker` the marker's length.
-    """
-
-    mode: str = "text"  # "text" | "think" | "code" | "quote" | "call"
-    at: int = 0
-    held: tuple[tuple[int, str], ...] = ()
-    before: str = ""
-    marker: int = 0
-    since: int = 0
-    begun: bool = False
-    called: bool = False
-
-    @property
-    def opened(self) -> int:
-        return self.held[0][0]
-
-    def is_settled(self, fmt: Format) -> bool:
-        """Whether calls open only at what `beginnings` names."""
-        return self.begun or not fmt.bare or self.mode != "text"
-
-    @property
-    def first_text(self) -> str:
-        """In a call: the text of its first token from the marker on."""
-        return self.held[0][1][len(self.before) :]
 
 
 class Guard:
@@ -150,32 +63,25 @@ class Guard:
         self.allows_prose = True
         self.repairs = 0
         self.notices = [notice for tool in tools for notice in tool.notices]
-        self._grammar = self._build_grammar(tokenizer) if use_grammar else None
+        self._limits = self._build_limits(tokenizer) if use_grammar else None
         self._stops = frozenset(tokenizer.eos_token_ids)
-        self._think = self.fmt.think or reasoning_pair(tokenizer)
-        self._openings = {begins: self._opening_pattern(begins) for begins in (True, False)}
-        self._hints = {
-            "text": _hint(*self.fmt.beginnings, self._think[0], "`"),
-            "think": _hint(self._think[1]),
-            "code": _hint(FENCE),
-            "quote": _hint("`"),
-        }
-        self._first = _State(mode="think" if think else "text")
+        marks = self.fmt.think or reasoning_pair(tokenizer)
+        names = [tool.name for tool in self.tools]
+        self._openings = Openings(self.fmt, names, (marks[0] or "", marks[1] or ""))
+        self._first = State(mode="think" if think else "text")
         self.caught: tuple[ParsedCall, ...] = ()
         self.caught_text = ""
         self._base: int | None = None
         self._ids: list[int] = []
         self._ends: list[int] = []  # offset in the text after each token
         self._pieces: list[str] = []
-        self._states: list[_State] = []
+        self._states: list[State] = []
         self._shown = 0  # offset in the text up to which it was handed out
         self._out: list[str] = []
         self._attempts: dict[int, int] = {}
-        self._banned: dict[int, set[int]] = {}
         self._forced: int | None = None  # the call that `allowed` must let begin
-        self._call: CallMatcher | None = None
 
-    def _build_grammar(self, tokenizer: Any) -> Any:
+    def _build_limits(self, tokenizer: Any) -> Limits | None:
         from ds4cli.tools.grammar import NoGrammar, grammar_for
 
         try:
@@ -184,16 +90,7 @@ class Guard:
             self.notices.append(f"tool calls are checked only when they close: {why}")
             return None
         self.notices += grammar.notices
-        return grammar
-
-    def _opening_pattern(self, begins: bool) -> regex.Pattern[str]:
-        """What matters in text: a call, thoughts, and code, where calls are examples."""
-        ways = [self.fmt.opening([tool.name for tool in self.tools], begins), f"(?P<code>{FENCE})"]
-        if marks := "|".join(regex.escape(m) for m in self.fmt.beginnings if m):
-            ways.append(f"(?P<quote>`(?:{marks}))")
-        if self._think[0]:
-            ways.append(f"(?P<think>{regex.escape(self._think[0])})")
-        return regex.compile("|".join(ways))
+        return Limits(grammar)
 
     # where we are
 
@@ -219,7 +116,7 @@ class Guard:
         return "" if self.is_open else "".join(piece for _, piece in self._state.held)
 
     @property
-    def _state(self) -> _State:
+    def _state(self) -> State:
         return self._states[-1] if self._states else self._first
 
     @property
@@ -241,10 +138,9 @@ class Guard:
         for kept in (self._ids, self._pieces, self._ends, self._states):
             del kept[keep:]
         self._shown = min(self._shown, self._ends[-1] if self._ends else 0)
-        self._banned = {p: ids for p, ids in self._banned.items() if p <= pos}
         self._forced = None
-        if self._call is not None and not self._call.rewind(self._end):
-            self._call = None
+        if self._limits is not None:
+            self._limits.rewind(self._end)
 
     def catch_up(self, pos: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> bool:
         """Take a reply that was written before, from `pos` on, showing nothing of it. False where
@@ -283,7 +179,8 @@ class Guard:
         self._ends.append(start + len(text))
         self._states.append(state)
         if state.mode != "call":
-            if not state.held and state.is_settled(self.fmt) and not self._hints[state.mode](text):
+            is_plain = not state.held and state.is_settled(self.fmt)
+            if is_plain and not self._openings.may_matter(state.mode, text):
                 return self._plain(start, text)
             return self._outside(state, (*state.held, (pos, text)), start)
         bad = self._first_bad(state)
@@ -291,7 +188,7 @@ class Guard:
             return self._advance(state, text)
         return self._to_prose(state, text) or self._left(bad, state.opened)
 
-    def _to_prose(self, state: _State, text: str) -> GuardStep | None:
+    def _to_prose(self, state: State, text: str) -> GuardStep | None:
         """Where a call has no marker it is the whole reply: one that goes on in its own line with
         `text`, the newest token, is the beginning of a sentence."""
         raw = self._raw(state)
@@ -317,7 +214,7 @@ class Guard:
         self._shown = start + len(text)
         return GuardStep(text)
 
-    def _set(self, state: _State) -> None:
+    def _set(self, state: State) -> None:
         self._states[-1] = state
 
     def _show(self, at: int, text: str) -> None:
@@ -327,9 +224,7 @@ class Guard:
 
     # outside calls
 
-    def _outside(
-        self, state: _State, held: tuple[tuple[int, str], ...], start: int | None = None
-    ) -> GuardStep:
+    def _outside(self, state: State, held: Held, start: int | None = None) -> GuardStep:
         """Go on with text not shown yet; `start` is where its newest token begins, `state.at` where
         the first does, if it was held before."""
         if start is not None and not state.held:
@@ -337,7 +232,7 @@ class Guard:
         whole = "".join(piece for _, piece in held)
         if state.mode != "text":
             return self._in_section(state, held, whole)
-        match = self._openings[not state.begun].search(whole, partial=True)
+        match = self._openings.find(whole, not state.begun)
         if match is None or match.partial:
             return self._hold(state, held, match.start() if match else len(whole))
         kind = match.lastgroup
@@ -345,37 +240,36 @@ class Guard:
             return self._switch(state, held, whole, match.end(), kind)
         return self._open(state, held, match)
 
-    def _in_section(self, state: _State, held: tuple, whole: str) -> GuardStep:
+    def _in_section(self, state: State, held: Held, whole: str) -> GuardStep:
         """Thoughts, code and quotations hold no calls."""
-        end = {"think": self._think[1], "code": FENCE, "quote": "`"}[state.mode]
-        match = regex.search(regex.escape(end), whole, partial=True)
+        match = self._openings.find_end(whole, state.mode)
         if match is None or match.partial:
             return self._hold(state, held, match.start() if match else len(whole))
         return self._switch(state, held, whole, match.end(), "text")
 
-    def _switch(self, state: _State, held: tuple, whole: str, end: int, mode: str) -> GuardStep:
+    def _switch(self, state: State, held: Held, whole: str, end: int, mode: str) -> GuardStep:
         """Show the first `end` characters and go on in another mode."""
         self._show(state.at, whole[:end])
         begun = state.mode != "think" and mode != "think"
         at, called = state.at + end, state.called
-        after = _State(mode=mode, at=at, since=at, begun=begun, called=called)
-        return self._outside(after, _without(held, end))
+        after = State(mode=mode, at=at, since=at, begun=begun, called=called)
+        return self._outside(after, without(held, end))
 
-    def _hold(self, state: _State, held: tuple, at: int) -> GuardStep:
+    def _hold(self, state: State, held: Held, at: int) -> GuardStep:
         """Show the tokens that end before character `at`, hold back the others."""
-        shown, held = _split(held, at)
+        shown, held = split(held, at)
         self._show(state.at, shown)
         begun = state.begun or bool(shown.strip())
         self._set(replace(state, at=state.at + len(shown), held=held, begun=begun))
         return NOTHING
 
-    def _open(self, state: _State, held: tuple, match: regex.Match[str]) -> GuardStep:
-        begin, marker = _place(match)
-        shown, first = _split(held, begin)
+    def _open(self, state: State, held: Held, match: regex.Match[str]) -> GuardStep:
+        begin, marker = place(match)
+        shown, first = split(held, begin)
         self._show(state.at, shown)
         start = begin - len(shown)
         text = "".join(piece for _, piece in first)
-        state = _State("call", state.at + len(shown), first, text[:start], marker)
+        state = State("call", state.at + len(shown), first, text[:start], marker)
         self._set(state)
         bad = self._first_bad(state)
         if bad is not None:
@@ -385,7 +279,7 @@ class Guard:
 
     # inside a call
 
-    def _advance(self, state: _State, text: str) -> GuardStep:
+    def _advance(self, state: State, text: str) -> GuardStep:
         """Look for the end marker, whose last character must be in `text`, the newest part."""
         end = self.fmt.end
         if not end or end[-1] not in text:
@@ -395,7 +289,7 @@ class Guard:
             return self._close(state, len(window) - window.index(end) - len(end)) or NOTHING
         return NOTHING
 
-    def _newest(self, state: _State, size: int) -> str:
+    def _newest(self, state: State, size: int) -> str:
         """The last `size` characters of the open call behind its marker, or all of them."""
         text, index, first = "", len(self._pieces), state.held[-1][0] - self._start
         while len(text) < size and (index := index - 1) > first:
@@ -405,12 +299,12 @@ class Guard:
             text = opening[len(state.before) + state.marker :] + text
         return text[-size:]
 
-    def _may_close(self, state: _State) -> bool:
+    def _may_close(self, state: State) -> bool:
         """With a grammar, whether the end marker is one rather than text inside a value."""
         matcher = self._matcher(state)
         return matcher is None or matcher.is_accepting()
 
-    def _close(self, state: _State, after: int) -> GuardStep | None:
+    def _close(self, state: State, after: int) -> GuardStep | None:
         """Close the call `after` characters before the end; None: the marker is inside a string."""
         raw = self._raw(state)
         cut = len(raw) - after
@@ -424,19 +318,19 @@ class Guard:
         self._resume(state, cut)
         return GuardStep(event="closed", calls=calls, opened=state.opened)
 
-    def _resume(self, state: _State, cut: int, called: bool = False) -> None:
+    def _resume(self, state: State, cut: int, called: bool = False) -> None:
         """Go on with ordinary text at character `cut` of the call's text."""
         at = state.at + len(state.before) + cut
         rest = self._raw(state)[cut:]
-        self._set(_State(at=at, begun=True, called=called))
+        self._set(State(at=at, begun=True, called=called))
         if rest:
             self._outside(self._state, ((self._end - 1, rest),))
 
-    def _parse(self, state: _State, body: str) -> tuple[ParsedCall, ...]:
+    def _parse(self, state: State, body: str) -> tuple[ParsedCall, ...]:
         calls = parse_calls(self.fmt, body, self.tools)
         return tuple(replace(c, id=f"call_{state.opened}_{i}") for i, c in enumerate(calls))
 
-    def _broken(self, state: _State, reason: str, cut: int) -> GuardStep:
+    def _broken(self, state: State, reason: str, cut: int) -> GuardStep:
         opened, tried = state.opened, self._attempts.get(state.opened, 0)
         if tried >= self.max_repairs:
             self._show(state.at, state.before + self._raw(state)[:cut])
@@ -447,7 +341,7 @@ class Guard:
         self.rewind(opened)
         return GuardStep(event="broken", opened=opened, bad_pos=opened, reason=reason)
 
-    def _raw(self, state: _State) -> str:
+    def _raw(self, state: State) -> str:
         """The text of the open call from its marker on."""
         after = state.held[-1][0] + 1 - self._start
         first = "".join(piece for _, piece in state.held)
@@ -469,7 +363,7 @@ class Guard:
         self._show(state.at, state.before)
         return GuardStep(event="closed", calls=calls, opened=state.opened)
 
-    def _body_so_far(self, state: _State) -> str:
+    def _body_so_far(self, state: State) -> str:
         """The body of a call that the reply's end has ended; a cut end marker is not part of it."""
         body = self._raw(state)[state.marker :]
         end = self.fmt.end
@@ -492,7 +386,7 @@ class Guard:
             return GuardEnd()
         return self._finish_in_call(state, reason)
 
-    def _finish_in_call(self, state: _State, reason: str) -> GuardEnd:
+    def _finish_in_call(self, state: State, reason: str) -> GuardEnd:
         raw, cut = self._raw(state), reason != "stop"
         self._show(state.at, state.before)
         shown = "".join(self._out)
@@ -514,19 +408,19 @@ class Guard:
             return bool(style.call_close) and style.call_close in raw
         return isinstance(style, (Json, Named))
 
-    def _calls_in_open_section(self, state: _State) -> tuple[ParsedCall, ...]:
+    def _calls_in_open_section(self, state: State) -> tuple[ParsedCall, ...]:
         """A model that never closed its thoughts or its code meant the call that ends its reply."""
-        where = _SECTIONS.get(state.mode)
+        where = SECTIONS.get(state.mode)
         if where is None:
             return ()
         text = "".join(self._pieces)[state.since :].rstrip()
-        matches = [m for m in self._openings[False].finditer(text) if _is_call(m)]
+        matches = list(self._openings.calls(text))
         if not matches or not text.endswith(self.fmt.end):
             return ()
-        begin, marker = _place(matches[-1])
+        begin, marker = place(matches[-1])
         try:
             calls = self._parse(
-                _State(held=((self._end, ""),)),
+                State(held=((self._end, ""),)),
                 text[begin + marker : len(text) - len(self.fmt.end)],
             )
         except Refused:
@@ -534,12 +428,12 @@ class Guard:
         note = f"it stood in {where} that was never closed"
         return tuple(replace(c, notes=(*c.notes, note)) for c in calls)
 
-    def _examples(self, state: _State) -> str:
+    def _examples(self, state: State) -> str:
         """Said of calls that were taken for examples."""
         if state.called:
             return "a tool call at the beginning of a sentence was taken as text"
         blocks = "".join(self._pieces).split(FENCE)[1::2]
-        if any(_is_call(m) for block in blocks for m in self._openings[False].finditer(block)):
+        if any(True for block in blocks for _ in self._openings.calls(block)):
             return "a tool call in a code block was taken as text"
         return ""
 
@@ -555,13 +449,11 @@ class Guard:
         import numpy as np
 
         opened = self._forced if self._forced is not None else self.opened
-        if opened is None or self._grammar is None:
+        if opened is None or self._limits is None:
             return np.ones(size, bool)
         # A token that holds a whole bad opening by itself may be replaced by anything else.
         matcher = self._matcher(self._state) if opened < self._end else None
-        mask = self._grammar.mask(None if matcher is None else matcher.live, size)
-        mask[[t for t in self._banned.get(self._end, ()) if t < size]] = False
-        return mask
+        return self._limits.mask(matcher, self._end, size)
 
     def filter(self, tokens: Sequence[int]) -> int:
         """How many of `tokens`, the next token and the drafts behind it, stay inside the grammar.
@@ -579,16 +471,15 @@ class Guard:
         matcher = self._matcher(self._state) if self.is_open else None
         if matcher is None:
             return []
-        return matcher.forced(self._ids[self._state.opened - self._start :], tokens)
+        return matcher.forced(tokens)
 
     def _left(self, bad: int, opened: int, token: int | None = None) -> GuardStep:
         token = self._ids[bad - self._start] if token is None else token
         self.rewind(bad)
-        self._banned.setdefault(bad, set()).add(token)
+        assert self._limits is not None, "only a grammar is left"
+        shown = self._limits.ban(bad, token)
         self.repairs += 1
         self._forced = opened
-        assert self._grammar is not None, "only a grammar is left"
-        shown = self._grammar.bytes_of(token).decode("utf-8", "replace")
         reason = (
             "the reply would end inside the call"
             if token in self._stops
@@ -596,60 +487,16 @@ class Guard:
         )
         return GuardStep(event="left", opened=opened, bad_pos=bad, reason=reason)
 
-    def _first_bad(self, state: _State) -> int | None:
+    def _first_bad(self, state: State) -> int | None:
         """The position of the first token that the grammar refuses, if any does."""
         matcher = self._matcher(state)
         return None if matcher is None else matcher.refused(self._end)
 
-    def _matcher(self, state: _State) -> CallMatcher | None:
+    def _matcher(self, state: State) -> CallMatcher | None:
         """The matcher of the open call, after the newest token that it accepts; None without a
         grammar.
         """
-        if self._grammar is None:
+        if self._limits is None:
             return None
-        if self._call is None or self._call.opened != state.opened:
-            first = self._ids[state.opened - self._start]
-            self._call = CallMatcher(self._grammar, state.opened, first, state.first_text)
-        self._call.follow(self._ids[state.opened - self._start :])
-        if self._call.gave_up:
-            self.notices.append(f"the grammar was given up inside a call: {self._call.gave_up}")
-            self._call.gave_up = ""
-        return self._call if self._call.live is not None else None
-
-
-def _is_call(match: regex.Match[str]) -> bool:
-    return match.lastgroup in ("start", "kept")
-
-
-def _place(match: regex.Match[str]) -> tuple[int, int]:
-    """Where a call begins in its text, and how long its marker is."""
-    groups = match.groupdict()
-    if groups.get("start") is not None:
-        return match.start("start"), len(groups["start"])
-    return match.start("kept"), 0
-
-
-def _hint(*markers: str | None) -> Callable[[str], Any]:
-    """Searches a text for anything that a marker may begin with: its first two characters, or the
-    first one at the text's end."""
-    beginnings = [rf"{regex.escape(m[0])}(?:{regex.escape(m[1:2])}|\Z)" for m in markers if m]
-    return regex.compile("|".join(beginnings) or r"(?!)").search
-
-
-def _split(held: tuple[tuple[int, str], ...], at: int) -> tuple[str, tuple[tuple[int, str], ...]]:
-    """The text of the tokens that end at or before character `at`, and the other tokens."""
-    shown = ""
-    for i, (_, piece) in enumerate(held):
-        if len(shown) + len(piece) > at:
-            return shown, held[i:]
-        shown += piece
-    return shown, ()
-
-
-def _without(held: tuple[tuple[int, str], ...], n: int) -> tuple[tuple[int, str], ...]:
-    """`held` without its first `n` characters."""
-    shown, rest = _split(held, n)
-    if not rest:
-        return ()
-    (pos, piece), n = rest[0], n - len(shown)
-    return ((pos, piece[n:]), *rest[1:])
+        ids = self._ids[state.opened - self._start :]
+        return self._limits.matcher(state.opened, ids, state.first_text)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from ds4cli.tools import checking
 from ds4cli.tools import schema as json_schema
 from ds4cli.tools.declared import Tool
 from ds4cli.tools.formats import (
@@ -337,7 +338,7 @@ class Writer:
     def _element(self, key: str, sub: Any, values: Values, style: Tagged) -> str | None:
         """The rule of one value with its closing tag; NEVER where there is none."""
         close = quoted(style.closes(key))
-        if words := json_schema.plain_constants(sub, values.root):
+        if words := checking.plain_constants(sub, values.root):
             around = {"newline": '"\\n"?', "all": "WS?"}.get(style.trim, "")
             texts = [text for word in words for text in _bare_words(word, style.values)]
             spelled = " | ".join(quoted(text) or '""' for text in dict.fromkeys(texts))

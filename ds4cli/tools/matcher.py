@@ -1,16 +1,60 @@
-"""The grammar's side of one open call: a matcher that follows the call's tokens."""
+"""The grammar's side of a reply: what may stand in its calls, and a matcher that follows one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ds4cli.tools.forcing import Forced
+from ds4cli.tools.forcing import Forcing
 
 if TYPE_CHECKING:
+    import numpy as np
     from llguidance import LLMatcher
 
     from ds4cli.tools.grammar import Grammar
+
+
+class Limits:
+    """What a grammar lets stand in the calls of one reply, and which tokens were taken back.
+
+    notices: why the grammar was given up, should it be.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self.notices: list[str] = []
+        self._grammar = grammar
+        self._banned: dict[int, set[int]] = {}
+        self._call: CallMatcher | None = None
+
+    def matcher(self, opened: int, ids: Sequence[int], first_text: str) -> CallMatcher | None:
+        """The matcher of the call at `opened`, after the newest of its tokens `ids` that it
+        accepts; None where it cannot follow. first_text: the first one's text from the marker on.
+        """
+        if self._call is None or self._call.opened != opened:
+            self._call = CallMatcher(self._grammar, opened, ids[0], first_text)
+        self._call.follow(ids)
+        if self._call.gave_up:
+            self.notices.append(f"the grammar was given up inside a call: {self._call.gave_up}")
+            self._call.gave_up = ""
+        return self._call if self._call.live is not None else None
+
+    def ban(self, pos: int, token: int) -> str:
+        """`token` was wrong at `pos`; its text."""
+        self._banned.setdefault(pos, set()).add(token)
+        return self._grammar.bytes_of(token).decode("utf-8", "replace")
+
+    def mask(self, matcher: CallMatcher | None, pos: int, size: int) -> np.ndarray:
+        """(size,) bool: the tokens that `matcher` lets stand at `pos`; None: any but what was
+        wrong there."""
+        mask = self._grammar.mask(None if matcher is None else matcher.live, size)
+        mask[[t for t in self._banned.get(pos, ()) if t < size]] = False
+        return mask
+
+    def rewind(self, end: int) -> None:
+        """Forget the tokens from position `end` on, and what was wrong behind it."""
+        self._banned = {pos: ids for pos, ids in self._banned.items() if pos <= end}
+        if self._call is not None and not self._call.rewind(end):
+            self._call = None
 
 
 class CallMatcher:
@@ -26,7 +70,7 @@ class CallMatcher:
         self.live: LLMatcher | None = grammar.matcher() if self._lead else None
         self.gave_up = ""
         self._taken = 0  # tokens that the matcher has consumed: the lead, then one per token
-        self._forced = Forced(grammar, self._lead) if self._lead else None
+        self._forcing = Forcing(grammar.forcing)
 
     def follow(self, ids: Sequence[int]) -> None:
         """Consume what is new in `ids`, all tokens of the call; stops before one that is refused.
@@ -39,6 +83,7 @@ class CallMatcher:
             return
         taken = self.live.try_consume_tokens(wanted)
         self._taken += taken
+        self._forcing.take(wanted[:taken])
         if taken < len(wanted) and self.live.is_error():
             self.gave_up = self.live.get_error().strip().split("\n")[0]
             self.live = None
@@ -58,9 +103,9 @@ class CallMatcher:
         assert self.live is not None
         return self.live.validate_tokens(list(tokens))
 
-    def forced(self, ids: Sequence[int], ahead: Sequence[int]) -> list[int]:
-        """Guesses for what follows `ahead`, which follows `ids`, all tokens of the call."""
-        return [] if self._forced is None else self._forced.after(ids, ahead)
+    def forced(self, ahead: Sequence[int]) -> list[int]:
+        """Guesses for what follows `ahead`, which comes next."""
+        return self._forcing.after(ahead)
 
     def rewind(self, end: int) -> bool:
         """Forget the tokens from position `end` on. False where that is the whole call."""
@@ -70,6 +115,7 @@ class CallMatcher:
         if self.live is not None and self._taken > wanted:
             self.live.rollback(self._taken - wanted)
             self._taken = wanted
+            self._forcing.rewind(wanted)
         return True
 
     def _wants(self, end: int) -> int:

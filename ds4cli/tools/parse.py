@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ds4cli.tools import checking
 from ds4cli.tools import schema as json_schema
 from ds4cli.tools.declared import Tool
 from ds4cli.tools.formats import FORMATS, Format, Json, Named, Tagged
@@ -81,10 +82,10 @@ def _settle(draft: Draft, tools: Sequence[Tool]) -> ParsedCall:
     if draft.is_spelled:
         arguments = _unspelled(arguments, schema)
     try:
-        json_schema.check(arguments, schema, where="arguments")
-    except json_schema.Invalid as error:
+        checking.check(arguments, schema, where="arguments")
+    except checking.Invalid as error:
         arguments = _coerced(arguments, schema, notes)
-        if not json_schema.is_valid(arguments, schema, schema):
+        if not checking.is_valid(arguments, schema, schema):
             raise Refused(f"`{tool.name}`: {error}") from error
     except RecursionError as error:
         raise Refused("the arguments are nested too deeply") from error

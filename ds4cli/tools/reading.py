@@ -11,6 +11,7 @@ from typing import Any
 
 import regex
 
+from ds4cli.tools import checking
 from ds4cli.tools import schema as json_schema
 from ds4cli.tools.declared import Tool
 from ds4cli.tools.formats import NAME, Foreign, Format, Json, Literal, Named, Pythonic, Tagged
@@ -361,7 +362,7 @@ def value_of_text(raw: str, sub: Any, schema: dict[str, Any], syntax: Syntax) ->
         return raw
     if "string" not in types:
         return value
-    fits = not isinstance(value, str) and json_schema.is_valid(value, sub, schema)
+    fits = not isinstance(value, str) and checking.is_valid(value, sub, schema)
     return value if fits and (types != _ANY_TYPE or isinstance(value, (dict, list))) else raw
 
 
