@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -108,3 +109,20 @@ def test_every_way_to_a_template_is_held(tmp_path):
     ):
         with pytest.raises(ModelError, match="runs for more than"):
             ask()
+
+
+def test_a_profiled_generator_goes_on_after_a_template():
+    """A stop that is called off though none was sent: CPython looks for it at every instruction
+    from then on, and a generator that is profiled never comes back."""
+    program = (
+        "import cProfile\n"
+        "from ds4cli.text import template_limits\n"
+        "template_limits.render(lambda: 'text', '')\n"
+        "steps = (n for n in range(9))\n"
+        "next(steps)\n"
+        "cProfile.Profile().runcall(lambda: print(next(steps)))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert ran.stdout == "1\n", ran.stderr

@@ -10,6 +10,7 @@ import _thread
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -69,10 +70,13 @@ class _Watch:
     def __enter__(self) -> None:
         _thread.start_new_thread(self._look, ())  # `Thread.start` would wait for it to run
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._lock:
             self._over.set()
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(self._thread, None)  # what did not arrive
+        # What was sent arrives at one of the next instructions. Calling it off would leave the
+        # interpreter looking for it for ever: slower, and a profiled generator never goes on.
+        while self.reason and kind is not _Stop:
+            time.sleep(0)
 
     def _look(self) -> None:
         for _ in range(round(SECONDS / LOOK_S)):
