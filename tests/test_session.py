@@ -207,6 +207,27 @@ def test_forks_of_forks_write_and_go_back(name):
         check(model(name), s)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v32"])
+def test_branches_that_share_rows_again_after_an_undo(name):
+    """A branch that has rows of its own is not asked any more; what undoes the call in which it got
+    them gives it the shared ones back, and its next write went into them."""
+    first = session_of(name, prompt(18))
+    second, third = first.fork(), first.fork()
+    first.step(drafts=[1])
+    for _ in range(2):  # the second call finds that nothing is shared
+        second._timeline.feed([3])
+        second._timeline.evaluate()
+    third._timeline.feed([4])
+    third._timeline.evaluate()
+    second._timeline.abort()
+    third._timeline.commit(1)
+    for s in (second, first, third):
+        s.sync([*s.tokens, 5, 6])
+        check(model(name), s)
+    check(model(name), first)
+    check(model(name), third)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_error_at_any_line_of_the_index_leaves_a_usable_session(error):
     """Links half undone made every later move fail with a `KeyError`."""

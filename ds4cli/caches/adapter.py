@@ -55,10 +55,11 @@ class LayerAdapter:
     def forget_ahead(self) -> None:
         """The rows above the position are not gone forward to again."""
 
-    def leave(self, others: Sequence[LayerAdapter], writers: Sequence[LayerAdapter] = ()) -> None:
+    def leave(self, others: Sequence[LayerAdapter], writers: Sequence[LayerAdapter] = ()) -> bool:
         """Before a call: stop sharing rows with `others`, this layer in branches of the text, where
         the call could overwrite what they need, and with `writers`, those of them that the same
-        call writes to."""
+        call writes to. Whether rows are shared still."""
+        return False
 
     def checkpoint(self) -> Any:
         """What brings the layer back to this position after any later writes beyond it."""
@@ -175,12 +176,13 @@ class SharedRows(CursorAdapter):
         """Keep only views of our rows: the next write finds no room in them and copies."""
         raise NotImplementedError
 
-    def leave(self, others: Sequence[LayerAdapter], writers: Sequence[LayerAdapter] = ()) -> None:
+    def leave(self, others: Sequence[LayerAdapter], writers: Sequence[LayerAdapter] = ()) -> bool:
         pos, mine = self.cache.offset, self._buffers()
-        beyond = (a for a in others if isinstance(a, SharedRows) and a.high() > pos)
-        rivals = (*beyond, *(a for a in writers if isinstance(a, SharedRows)))
-        if any(_share(a._buffers(), mine) for a in rivals):
+        sharing = [a for a in others if isinstance(a, SharedRows) and _share(a._buffers(), mine)]
+        if any(a.high() > pos or a in writers for a in sharing):
             self._leave()
+            return False
+        return bool(sharing)
 
 
 def _share(a: tuple, b: tuple) -> bool:

@@ -42,6 +42,7 @@ class Layers:
         self.splits_long_calls = any(a.splits_long_calls for a in self.adapters)
         self._seekable = [a for a in self.adapters if a.seekable]
         self._kin: weakref.WeakSet[Layers] | None = None  # all branches, once there are some
+        self._is_apart = False  # no rows are shared with any of them
 
     # -- around a model call ----------------------------------------------------------------------
 
@@ -56,16 +57,23 @@ class Layers:
             a.__dict__.update(adapter)
             a.cache.__dict__.update(cache)
         self._set_slots(hold.slots)
+        for layers in self._kin or ():  # these may be the rows of long ago
+            layers._is_apart = False
 
     def before_write(self, writers: Sequence[Layers] = ()) -> None:
         """Must precede every model call: stops sharing rows that the call could overwrite.
 
         writers: others that the same call writes to."""
-        if self._kin is not None and len(self._kin) > 1:
-            branches = [layers.adapters for layers in self._kin if layers is not self]
-            writing = [layers.adapters for layers in writers if layers in self._kin]
-            for i, a in enumerate(self.adapters):
-                a.leave([b[i] for b in branches], [b[i] for b in writing])
+        if self._kin is None or self._is_apart:
+            return
+        kin = [layers for layers in self._kin if layers is not self and not layers._is_apart]
+        branches = [layers.adapters for layers in kin]
+        writing = [layers.adapters for layers in writers if layers in kin]
+        shared = [
+            a.leave([b[i] for b in branches], [b[i] for b in writing])
+            for i, a in enumerate(self.adapters)
+        ]
+        self._is_apart = not any(shared)
 
     def live(self) -> Any:
         """A tree with all arrays of the caches, for `mx.eval`, which skips the rest."""
@@ -129,6 +137,7 @@ class Layers:
         twin = Layers(nest(self.caches, adapters), adapters)
         self._kin = twin._kin = self._kin or weakref.WeakSet([self])
         self._kin.add(twin)
+        self._is_apart = False
         return twin
 
     def state(self) -> list[dict[str, Any]]:
