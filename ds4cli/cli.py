@@ -247,6 +247,9 @@ Force = Annotated[
     bool, _batch("Write over --output; with --resume, go on in spite of changes.", "--force")
 ]
 FailFast = Annotated[bool, _batch("Stop at the first line that fails.", "--fail-fast")]
+DataParallel = Annotated[
+    bool, _batch("Every rank holds the whole model, and answers lines.", "--data-parallel")
+]
 
 
 # Commands that run a model, so that several ranks may share it.
@@ -287,9 +290,10 @@ def main(
 
 def _follow() -> int:
     """This is not the first of several ranks: it has no terminal and does what rank 0 does."""
+    from ds4cli.batch.others import BEGIN, answer_lines
     from ds4cli.ranks import follower
 
-    return follower.run()
+    return follower.run({BEGIN: answer_lines})
 
 
 @app.command(cls=Command)
@@ -321,10 +325,12 @@ def generate(
     resume: Resume = False,
     force: Force = False,
     fail_fast: FailFast = False,
+    data_parallel: DataParallel = False,
 ) -> None:
     """Answer one prompt, or a batch. Piped text comes first, then files, then the prompt."""
     switches: dict[str, Any] = dict(output=output, lines=lines, group=group, resume=resume,
-                                    force=force, fail_fast=fail_fast)  # fmt: skip
+                                    force=force, fail_fast=fail_fast,
+                                    data_parallel=data_parallel)  # fmt: skip
     if batch is not None:
         others = dict(prompt=prompt or prompt_option, file=file, json=as_json, extract=extract,
                       no_stream=no_stream, session=session, prompt_cache=prompt_cache,

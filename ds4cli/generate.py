@@ -289,14 +289,16 @@ def load_engine(
     tools: Sequence[Tool] = (),
     quiet: bool = False,
     verbose: bool = False,
+    shares: bool = True,
 ) -> Engine:
     """Load the engine, with a spinner unless `quiet` and notices if `verbose`. What takes from the
-    model what this program is for is said without `verbose` too.
+    model what this program is for is said without `verbose` too. shares: other ranks, if there are
+    any, hold a part of the model each.
 
     UsageError before the weights where calls of `tools` could not be read from this model.
     """
     begin = time.perf_counter()
-    group = _other_ranks(settings)
+    group = _other_ranks(settings) if shares else None
     together: dict[str, Any] = {} if group is None else {"group": group}
 
     def check(vocabulary: Vocabulary) -> None:

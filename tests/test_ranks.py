@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -106,6 +107,44 @@ def test_a_chat_goes_back_on_all_ranks(model_folder, tmp_path):
         assert run.returncode == 0, run.stderr
         outs.append(run.stdout)
     assert outs[0] and outs[0] == outs[1]
+
+
+def lines(count: int) -> str:
+    """Requests of all kinds, one of them bad."""
+    told = [{"prompt": f"Line {i} of many", "max_tokens": 4 + i % 9} for i in range(count)]
+    told[1] |= {"n": 3, "temperature": 1.0}
+    told[2] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9}
+    told[3] = {"prompt": 5}
+    told[4] |= {"response_format": {"type": "json_object"}}
+    return "".join(json.dumps(line) + "\n" for line in told)
+
+
+def test_ranks_answer_lines_as_one_does(model_folder, tmp_path):
+    """Guards: output in another order or of other bytes; a line that is lost with its rank, or
+    answered twice."""
+    (tmp_path / "in").write_text(lines(14))
+    words = ["generate", "-m", model_folder, "--batch", "in", "--dtype", "float32", "-o"]
+    shared = ["--data-parallel", "--local-ranks", 2]
+    alone = done(*COMMAND, *words, "alone")
+    run = done(*COMMAND, *words, "shared", *shared)
+    assert alone.returncode == run.returncode == 1, run.stderr  # the bad line
+    wanted = (tmp_path / "alone").read_bytes()
+    assert (tmp_path / "shared").read_bytes() == wanted
+    assert int(re.search(r"other ranks answered (\d+)", run.stderr)[1]) > 0
+    half = b"".join(wanted.splitlines(keepends=True)[:6])
+    (tmp_path / "shared").write_bytes(half)
+    again = done(*COMMAND, *words, "shared", *shared, "--resume")
+    assert (tmp_path / "shared").read_bytes() == wanted, again.stderr
+    (tmp_path / "many").write_text(lines(2000))
+    words[words.index("in")] = "many"
+    with started(*COMMAND, *words, "part", *shared) as process:
+        follower = others(process)[0]
+        while not (tmp_path / "part").exists() or not (tmp_path / "part").stat().st_size:
+            time.sleep(0.05)
+        os.kill(follower, signal.SIGKILL)
+        assert process.wait(20) == 1 and b"rank 1" in process.stderr.read()
+    assert (tmp_path / "part").read_bytes().startswith(half[:200])
+    assert (tmp_path / "part").read_bytes().endswith(b"\n")
 
 
 def others(process) -> list[int]:

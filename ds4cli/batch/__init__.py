@@ -5,6 +5,7 @@ requests.py  a line -> Item, checked
 grouping.py  working order, and where prompts branch
 runner.py    plans items, has them answered, puts the results where they belong
 desk.py      reads prompts and writes completions, one or several at a time
+others.py    other ranks that answer lines
 width.py     how many at a time
 replies.py   output lines, and what made them
 results.py   output, durable and resumable
@@ -34,6 +35,7 @@ from ds4cli.settings import Settings
 from ds4cli.structured.asked import inlined
 
 if TYPE_CHECKING:
+    from ds4cli.batch.others import Others
     from ds4cli.engine.engine import Engine
     from ds4cli.structured.wanted import Wanted
     from ds4cli.tools import Tool
@@ -47,6 +49,7 @@ class BatchRequest:
 
     group: answer prompts with a common beginning one after the other. resume: keep the good results
     in `output`; force: even if other settings made them, or without `resume`, write over them.
+    data_parallel: other ranks answer some of the lines.
     """
 
     source: str
@@ -56,6 +59,7 @@ class BatchRequest:
     resume: bool = False
     force: bool = False
     fail_fast: bool = False
+    data_parallel: bool = False
     quiet: bool = False
     verbose: bool = False
 
@@ -78,12 +82,32 @@ def run(request: BatchRequest, settings: Settings) -> int:
             words = f"nothing to do: {len(items):,} of {len(items):,} are done already"
             _say(request, words if items else "nothing to do: there is no prompt in the input")
             return 0
-        engine = generate.load_engine(
-            settings, tools=tools, quiet=request.quiet, verbose=request.verbose
-        )
+        engine, others = _load(request, settings, tools)
         results.check_model(model_fingerprint(engine))
         total = None if items is None else len(items)
-        return _answer(request, engine, tools, form, lines, results, total)
+        return _answer(request, engine, others, tools, form, lines, results, total)
+
+
+def _load(
+    request: BatchRequest, settings: Settings, tools: Sequence[Tool]
+) -> tuple[Engine, Others | None]:
+    """The engine, and the ranks that answer lines too."""
+    others = None
+    if request.data_parallel:
+        from ds4cli.batch.others import Others
+
+        others = Others.meet(settings, request.plain)
+    engine = generate.load_engine(
+        settings,
+        lambda vocabulary: None if others is None else others.begin(settings, tools),
+        tools=tools,
+        quiet=request.quiet,
+        verbose=request.verbose,
+        shares=others is None,
+    )
+    if others is not None:
+        others.check(engine)
+    return engine, others
 
 
 def _look_through(lines: Lines, plain: bool, results: Results) -> Sequence[int] | None:
@@ -107,6 +131,7 @@ def _look_through(lines: Lines, plain: bool, results: Results) -> Sequence[int] 
 def _answer(
     request: BatchRequest,
     engine: Engine,
+    others: Others | None,
     tools: Sequence[Tool],
     form: Wanted | None,
     lines: Lines,
@@ -117,7 +142,7 @@ def _answer(
     planner = Planner(engine, engine.settings, tools, request.group, form, warn)
     with signals.Interrupts() as interrupted:
         desk = Desk(engine, Width(engine.settings.parallel or None), warn)
-        runner = Runner(engine, planner, results, interrupted, desk, request.fail_fast)
+        runner = Runner(engine, planner, results, interrupted, desk, request.fail_fast, others)
         progress = BatchProgress(runner.tally, total, not request.quiet)
         blocks = Blocks(request, engine.settings, lines, interrupted)
         try:
@@ -129,6 +154,8 @@ def _answer(
             return terminal.EXIT_INTERRUPTED
     unused = results.finish()
     _say(request, progress.summary())
+    if others is not None:
+        _say(request, f"other ranks answered {others.answered:,} of these lines")
     if unused:
         _say(request, f"{unused:,} results of earlier runs belong to no line of the input; "
              f"they are in `{request.output}.waiting`")  # fmt: skip
@@ -155,12 +182,16 @@ class Blocks:
         taken = take_block(self._lines, self._request.group, self._cancel, wait)
         if not taken:
             return None if wait else []
-        items = [parse(n, raw, self._request.plain) for n, raw in taken if not is_blank(raw)]
+        items = [self._item(number, raw) for number, raw in taken if not is_blank(raw)]
         if self._names is not None:
             items = [_refuse_second(item, self._names) for item in items]
         for item in items:
             self._warnings.look_at(item)
         return items
+
+    def _item(self, number: int, raw: bytes) -> Item:
+        item = parse(number, raw, self._request.plain)
+        return replace(item, raw=raw) if self._request.data_parallel else item
 
 
 def _refuse_second(item: Item, names: Names) -> Item:

@@ -61,7 +61,8 @@ Warn = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Item:
-    """One input line. digest: hex, of all that the line asks for.
+    """One input line. digest: hex, of all that the line asks for. raw: the line itself, where
+    another process may answer it.
 
     Either `error` says what is wrong with it, or one of `messages` and `prompt` is there.
     is_chat: the answer has the shape of a chat completion, not of a text completion.
@@ -85,6 +86,7 @@ class Item:
     model: str | None = None
     unknown: tuple[str, ...] = ()
     error: str = ""
+    raw: bytes = field(default=b"", repr=False)
 
     @property
     def texts(self) -> list[str]:

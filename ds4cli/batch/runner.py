@@ -20,6 +20,7 @@ from ds4cli.errors import DS4Error, Interrupted, UsageError
 
 if TYPE_CHECKING:
     from ds4cli.batch import Blocks
+    from ds4cli.batch.others import Given, Others
     from ds4cli.engine.engine import Engine
     from ds4cli.generate import Completion
     from ds4cli.settings import Settings
@@ -142,22 +143,23 @@ class Planner:
 
 class Runner:
     """Has steps answered at a desk and puts the results. cancel: whether the user wants to stop.
-    fail_fast: begin no line after one failed.
+    fail_fast: begin no line after one failed. others: ranks that answer some of them.
     """
 
     def __init__(
         self,
         engine: Engine,
         planner: Planner,
-        results: Results,
+        results: Results | Given,
         cancel: Callable[[], bool],
         desk: Desk,
         fail_fast: bool = False,
+        others: Others | None = None,
     ):
         self.engine, self.planner, self.results = engine, planner, results
         self.cancel, self.desk = cancel, desk
         self.tally = Tally()
-        self._fail_fast = fail_fast
+        self._fail_fast, self._others = fail_fast, others
         self._failed: Item | None = None  # the first one, if no further line is to be begun
         self._held: Choice | None = None  # what there was no memory for yet
         self._is_last = False  # no line comes any more
@@ -165,11 +167,12 @@ class Runner:
 
     def run(self, blocks: Blocks, progress: BatchProgress) -> None:
         """Answer all items. Interrupted if the user stops it; the lines in work are dropped."""
-        self._progress = progress
-        choices = self._choices(blocks)
+        self._progress, self._todo = progress, self._steps(blocks)
+        choices = self._choices()
         with closing(self.desk):
-            while self._begin_some(choices) or self.desk.writing:
+            while self._hand_out() | self._begin_some(choices) or self.desk.writing:
                 self._go_on()
+                self._take_in()
                 if self.cancel():
                     raise Interrupted("stopped")
         if self.cancel():
@@ -182,23 +185,23 @@ class Runner:
 
     # -- what is to be done -----------------------------------------------------------------------
 
-    def _choices(self, blocks: Blocks) -> Iterator[Choice | None]:
-        """What is to be written, in working order; None where the next line has not come yet."""
+    def _steps(self, blocks: Blocks) -> Iterator[PlannedJob | None]:
+        """What is to be answered, in working order; None where the next line has not come yet."""
         while self._failed is None:
-            block = blocks.take(wait=not self.desk.writing)
+            block = blocks.take(wait=not self.desk.writing and not self._are_others_busy)
             if block is None:
                 break
             if not block:
                 yield None
             todo = {item.number for item in block if not self.results.expect(item)}
             self.tally.kept += len(block) - len(todo)
-            for step in self._steps(block, todo):
-                yield from self._choices_of(step)
+            for step in self._planned(block, todo):
+                yield step
                 if self._failed is not None:
                     break
         self._is_last = True
 
-    def _steps(self, block: list[Item], todo: set[int]) -> Iterator[PlannedJob]:
+    def _planned(self, block: list[Item], todo: set[int]) -> Iterator[PlannedJob]:
         if not todo:
             self.planner.skip(block)
             return
@@ -206,11 +209,22 @@ class Runner:
             if step.job.item.number in todo:
                 yield step
 
+    def _choices(self) -> Iterator[Choice | None]:
+        """What is to be written here; None where there is nothing yet."""
+        for step in self._todo:
+            if step is None:
+                yield None
+            elif not self._is_refused(step):
+                yield from self._choices_of(step)
+
+    def _is_refused(self, step: PlannedJob) -> bool:
+        """Whether the step cannot be answered; that is its result then."""
+        if step.job.error:
+            self._fail(Answer(step), UsageError(step.job.error))
+        return bool(step.job.error)
+
     def _choices_of(self, step: PlannedJob) -> Iterator[Choice]:
         answer = Answer(step)
-        if step.job.error:
-            self._fail(answer, UsageError(step.job.error))
-            return
         answer.settings = step.job.item.settings(self.planner.settings)
         answer.is_raw = self.planner.is_raw(step.job.item)
         answer.is_guarded = self.planner.is_guarded(step.job.item)
@@ -240,10 +254,42 @@ class Runner:
         self.tally.prompt_tokens += 0 if choice.index else len(answer.prompt)
         self.tally.read_tokens += self.desk.begin(choice, guard, self.cancel)
 
+    # -- what other ranks do ----------------------------------------------------------------------
+
+    @property
+    def _are_others_busy(self) -> bool:
+        return self._others is not None and self._others.are_busy
+
+    def _hand_out(self) -> bool:
+        """Give lines to ranks that are free; whether any are with them."""
+        while self._others is not None and not self.cancel():
+            rank = self._others.free
+            step = None if rank is None else next(self._todo, None)
+            if rank is None or step is None:
+                break
+            if not self._is_refused(step):
+                self._others.give(rank, step)
+        return self._are_others_busy
+
+    def _take_in(self) -> None:
+        """Put what they have answered; wait a moment for that where nothing is to be done here."""
+        if self._others is None:
+            return
+        for item, line, counts in self._others.finished(wait=not self.desk.writing):
+            for name, count in counts.items():
+                setattr(self.tally, name, getattr(self.tally, name) + count)
+            self.tally.answered += not counts["failed"]
+            self.results.put(item, line)
+            if counts["failed"]:
+                self._has_failed(item)
+            self._count()
+
     # -- what is being written --------------------------------------------------------------------
 
     def _go_on(self) -> None:
         """One round: an event of every choice that has one."""
+        if not self.desk.writing:
+            return
         for choice in self.desk.round():
             is_taken = not choice.answer.has_failed and self._guarded(choice, self.desk.take)
             if is_taken and choice.completion.finish_reason is not None:
@@ -297,9 +343,12 @@ class Runner:
         answer.has_failed = True
         self.tally.failed += 1
         self.results.put(answer.item, self._failure(answer.item, error))
-        if self._fail_fast and self._failed is None:
-            self._failed = answer.item
+        self._has_failed(answer.item)
         self._count()
+
+    def _has_failed(self, item: Item) -> None:
+        if self._fail_fast and self._failed is None:
+            self._failed = item
 
     def _count(self) -> None:
         self.tally.lanes = self.desk.lanes

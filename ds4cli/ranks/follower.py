@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -19,12 +20,16 @@ from ds4cli.rewind.timeline import Limits, Timeline
 ANSWERED = ("plan", "write", "read", "stand")
 
 
-def run() -> int:
+# Work of another kind that rank 0 may begin: by its first word, what does it.
+Works = Mapping[str, Callable[..., None]]
+
+
+def run(works: Works) -> int:
     """Follow rank 0 to the end. Ctrl-C is rank 0's business. Returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     group = joining.follow()
     try:
-        follow(group)
+        follow(group, works)
     except RankError:  # that thread of the group says why, or that all is well
         time.sleep(LAST_WORDS_S)
         return 1
@@ -36,7 +41,7 @@ def run() -> int:
     return 0
 
 
-def follow(group: Following) -> None:
+def follow(group: Following, works: Works) -> None:
     """Load what rank 0 loads, and do its moves."""
     engine: Engine | None = None
     timelines: dict[int, Timeline] = {}
@@ -50,6 +55,9 @@ def follow(group: Following) -> None:
             continue
         if name == END:
             mx.synchronize()
+            return
+        if name in works:
+            works[name](group, *rest)
             return
         assert engine is not None, "rank 0 loads first"
         _do(group, engine, timelines, name, *rest)

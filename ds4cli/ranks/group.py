@@ -95,6 +95,26 @@ class Leading(Group):
         for rank in self._moves:
             self._moves[rank].send_lines(data)
 
+    @property
+    def others(self) -> list[int]:
+        """The other ranks."""
+        return list(self._moves)
+
+    def tell_one(self, rank: int, what: Any) -> None:
+        """Tell something to one rank only, now."""
+        with self.together():
+            self._moves[rank].send(what)
+
+    def have_said(self, wait_s: float) -> list[int]:
+        """The ranks that have something to say; waits so long for the first one."""
+        ready = wire.have_said(list(self._moves.values()), wait_s)
+        return [rank for rank, moves in self._moves.items() if moves in ready]
+
+    def heard(self, rank: int) -> Any:
+        """What a rank says, unasked."""
+        with self.together():
+            return self._moves[rank].receive()
+
     def answers(self) -> dict[int, Any]:
         """What each rank answers to the move that was told last."""
         return {rank: moves.receive() for rank, moves in self._moves.items()}
@@ -167,6 +187,11 @@ class Following(Group):
     def next(self) -> Any:
         """The next move; waits for it."""
         return self._moves.receive()
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the next move has come, or begun to."""
+        return bool(wire.have_said([self._moves], 0.0))
 
     def answer(self, value: Any) -> None:
         """What rank 0 asked for."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from ds4cli.errors import RankError
 # A machine that was switched off says nothing: its silence is noticed after IDLE_S + TRIES * TRY_S.
 IDLE_S, TRY_S, TRIES = 3, 2, 3
 CONNECT_S = 5.0
+PIECE_BYTES = 1 << 16
 LOOPBACK = "127.0.0.1"
 
 
@@ -27,7 +29,7 @@ class Wire:
 
     def __init__(self, connection: socket.socket):
         self._socket = connection
-        self._lines = connection.makefile("rb")
+        self._read = b""
         self.peer = connection.getpeername()[0]
 
     def send(self, *messages: Any) -> None:
@@ -41,15 +43,23 @@ class Wire:
         except OSError:
             raise RankError("the connection is lost") from None
 
-    def receive(self, limit_bytes: int = -1) -> Any:
+    def receive(self, limit_bytes: int | None = None) -> Any:
         """The next message; waits for it."""
         try:
-            line = self._lines.readline(limit_bytes)
-            if line.endswith(b"\n"):
-                return json.loads(line)
+            while not self.has_message:
+                data = self._socket.recv(PIECE_BYTES)
+                self._read += data
+                if not data or (limit_bytes is not None and len(self._read) > limit_bytes):
+                    raise OSError
+            line, _, self._read = self._read.partition(b"\n")
+            return json.loads(line)
         except (OSError, ValueError):
-            pass
-        raise RankError("the connection is lost")
+            raise RankError("the connection is lost") from None
+
+    @property
+    def has_message(self) -> bool:
+        """Whether a whole message has been read already, and waits here."""
+        return b"\n" in self._read
 
     def fileno(self) -> int:
         """For who waits for several."""
@@ -63,8 +73,13 @@ class Wire:
         """Let the other end see that nothing more comes."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._lines.close()
         self._socket.close()
+
+
+def have_said(wires: Sequence[Wire], wait_s: float) -> list[Wire]:
+    """Those that a message waits at, or begins to come in; waits so long for the first one."""
+    ready = [each for each in wires if each.has_message]
+    return ready or select.select(wires, [], [], wait_s)[0]
 
 
 def lines(messages: Sequence[Any]) -> bytes:
