@@ -49,12 +49,14 @@ class Group:
 
         return Share(self.comm, how)
 
-    def spread(self, token: mx.array) -> mx.array:
-        """Rank 0's token ids (n,), int32, on every rank: the others give zeros. It is a part of
-        the graph, so a token that is not known yet travels too."""
+    def spread(self, token: mx.array, limit: int | None) -> mx.array:
+        """Rank 0's token ids (n,), int32, below `limit`, on every rank: the others give zeros. It
+        is a part of the graph, so a token that is not known yet travels too."""
         import mlx.core as mx
 
-        return mx.distributed.all_sum(token, group=self.comm)
+        sent = mx.distributed.all_sum(token, group=self.comm)
+        # With a rank that is lost the sum is anything, MLX goes on, and looks it up in a table.
+        return sent if limit is None else mx.clip(sent, 0, limit - 1)
 
     def check(self, facts: dict[str, Any]) -> None:
         """RankError on rank 0 unless all say the same `facts`, JSON, of what they have loaded."""

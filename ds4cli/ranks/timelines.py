@@ -19,6 +19,7 @@ from typing import Any
 import mlx.core as mx
 
 from ds4cli.errors import RankError, StateError
+from ds4cli.models.weights import embedding_rows
 from ds4cli.ranks.group import Following, Group, Leading
 from ds4cli.rewind import storage
 from ds4cli.rewind.plan import RewindPlan
@@ -32,6 +33,7 @@ class LeadingTimeline(Timeline):
         self._group, self._is_told, self._is_recording = group, False, True
         self._name("new")
         super().__init__(*args, **kwargs)
+        self._ids = embedding_rows(self.model)
 
     def _name(self, *how: Any) -> None:
         """A number for the others to know it by; they forget it when it is gone."""
@@ -73,7 +75,7 @@ class LeadingTimeline(Timeline):
         """As a timeline's; a token that is not known yet reaches the others in the graph."""
         if isinstance(tokens, mx.array):
             known: Any = len(tokens)
-            tokens = self._group.spread(tokens)
+            tokens = self._group.spread(tokens, self._ids)
         else:
             known = tokens
         with self._telling("feed", known, record, inner_every):
@@ -184,7 +186,7 @@ class FollowingTimeline(Timeline):
 
     def __init__(self, group: Following, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._group = group
+        self._group, self._ids = group, embedding_rows(self.model)
         self._planned: RewindPlan | None = None
         self._read_state: tuple[Path, dict[str, Any]] | None = None
 
@@ -195,7 +197,7 @@ class FollowingTimeline(Timeline):
     def do_feed(self, tokens: list[int] | int, record: bool, inner_every: int) -> None:
         """Open a block. tokens: how many, where they are not known yet."""
         if isinstance(tokens, int):
-            known: Any = self._group.spread(mx.zeros((tokens,), mx.int32))
+            known: Any = self._group.spread(mx.zeros((tokens,), mx.int32), self._ids)
         else:
             known = tokens
         self.feed(known, record=record, inner_every=inner_every)
