@@ -196,6 +196,13 @@ Extract = Annotated[
     typer.Option("--extract", help="Print the first code block only.", rich_help_panel=OUTPUT),
 ]
 
+PromptText = Annotated[
+    str | None, typer.Option("--prompt", "-p", help="The prompt.", metavar="TEXT")
+]
+PromptFiles = Annotated[
+    list[Path] | None,
+    typer.Option("--file", "-f", help="Read the prompt from a file. Repeatable."),
+]
 IntoSession = Annotated[
     str | None,
     typer.Option(
@@ -303,13 +310,8 @@ def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; - reads it from standard input.")
     ] = None,
-    prompt_option: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="The prompt.", metavar="TEXT")
-    ] = None,
-    file: Annotated[
-        list[Path] | None,
-        typer.Option("--file", "-f", help="Read the prompt from a file. Repeatable."),
-    ] = None,
+    prompt_option: PromptText = None,
+    file: PromptFiles = None,
     session: IntoSession = None,
     go_on: IntoLatest = False,
     prompt_cache: PromptCache = None,
