@@ -1,5 +1,6 @@
 """Several timelines in one model call: each must be what it is alone, token for token."""
 
+import gc
 from functools import lru_cache
 
 import mlx.core as mx
@@ -7,7 +8,7 @@ import pytest
 from oracle import TOLERANCE, error, failing_layer, interrupts, prompt
 from tiny import CFG, build
 
-from ds4cli.caches import adapt, build_caches
+from ds4cli.caches import adapt, arena, build_caches
 from ds4cli.errors import ModelError
 from ds4cli.lanes import Lanes
 from ds4cli.rewind import together
@@ -234,3 +235,80 @@ def test_a_fork_of_a_lane_is_its_own(arm):
     both.step((*STEPS[1], (1, 0)))
     both.rewind(3, both.timelines[3].pos - 3)
     both.step((*STEPS[1], (3, 3)))
+
+
+def checkpoints_after(tokens):
+    """The arrays of the recurrent checkpoints that one of four lanes keeps, nothing else of them
+    being alive."""
+    lanes = Lanes.arm(armed("qwen3_next")[0], new_caches("qwen3_next"))
+    own = [timeline("qwen3_next", n) for n in (5, 6, 7, 8)]
+    for token in range(tokens):
+        rows = feed_together(own, [[token % 90]] * len(own), lanes)
+        evaluate_together(own, *rows)
+        for t in own:
+            t.commit(1)
+    lanes.disarm()
+    kept = [s.checkpoint for s in own[0].horizon.segments[1:-1] if s.checkpoint is not None]
+    return [x for slots in kept for layer in slots for x in layer]
+
+
+def test_a_kept_checkpoint_holds_no_neighbours_state():
+    """A view of the stacked states kept those of every lane alive, once per lane and checkpoint."""
+    checkpoints_after(2)  # what is made once
+    gc.collect()
+    before = mx.get_active_memory()
+    arrays = checkpoints_after(40)
+    mx.eval(arrays)
+    gc.collect()
+    assert arrays
+    # MLX leaves what would save less than this.
+    assert mx.get_active_memory() - before <= sum(x.nbytes + 16384 for x in arrays)
+
+
+def test_seats_are_taken_again(arm):
+    """An arena that grows with every lane that ever was, or a row that two lanes write to."""
+    both = Together("llama", lanes := arm("llama"))
+    both.step(STEPS[0])
+    seating = lanes._seating
+    for n in (4, 17, 30):
+        both.timelines[1], both.alone[1] = timeline("llama", n), timeline("llama", n)
+        both.step(STEPS[1])
+        assert len(seating._seats) == 3
+    assert {c.seat.row for t in both.timelines for c in t.caches} == {0, 1, 2}
+    both.timelines[3:] = [timeline("llama", n) for n in range(3, 9)]
+    both.alone[3:] = [timeline("llama", n) for n in range(3, 9)]
+    both.step(((1, 1),) * 9)
+    del both.timelines[1:], both.alone[1:]
+    both.timelines.append(timeline("llama", 6))
+    both.alone.append(timeline("llama", 6))
+    both.step(((1, 0), (2, 2)))
+    assert len(seating._seats) == 2
+
+
+def test_a_lane_that_is_much_longer_has_no_seat(arm, monkeypatch):
+    """Every row of an arena is as long as its longest: one long text would make all lanes slow."""
+    monkeypatch.setattr(arena, "STEP", 2)
+    both = Together("llama", arm("llama"), (60, 5, 3, 6, 4))
+    both.step(((1, 0), (1, 1), (0, 0), (2, 2), (0, 0)))
+    seated = [isinstance(t.caches[0], arena.SeatedKVCache) for t in both.timelines]
+    assert seated == [False, True, True, True, True]
+    both.step(((0, 0),) * 5)
+    for t in (both.timelines[1], both.alone[1]):
+        t.sync(prompt(80))
+    both.step(((1, 1), (1, 0), (0, 0), (0, 0), (0, 0)))
+    assert not isinstance(both.timelines[1].caches[0], arena.SeatedKVCache)
+    both.rewind(1, 75)
+    both.step(((0, 0),) * 5)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_a_lane_is_saved_and_loaded_as_any_session(name, arm):
+    """What lies in an arena is the lane's own rows, and nobody else's."""
+    both = Together(name, arm(name))
+    both.step(STEPS[1])
+    state = both.timelines[1].state()
+    fresh = timeline(name, 0)
+    fresh.load_state(state)
+    both.timelines[1] = fresh
+    both.check()
+    both.step(STEPS[1])

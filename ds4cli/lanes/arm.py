@@ -69,18 +69,20 @@ class Lanes:
         the call is to have them, as their numbers."""
         return self._seating.seat(caches)
 
-    def call(self, feeds: Sequence[Feed], caches: Sequence[list[Any]]) -> mx.array:
+    def call(self, feeds: Sequence[Feed], caches: Sequence[list[Any]]) -> tuple[mx.array, Any]:
         """One model call. feeds: a lane's tokens, int32 arrays (n,) where not known yet; caches: a
-        lane's caches. Returns the logits of all rows (N, V), those of the first lane first."""
-        return run(self.model, feeds, caches, self._stacks)[0]
+        lane's caches. Returns the logits of all rows (N, V), those of the first lane first, and a
+        tree of what is to be evaluated with them."""
+        return run(self.model, feeds, caches, self._stacks)[:2]
 
 
 def run(
     model: Any, feeds: Sequence[Feed], caches: Sequence[list[Any]], stacks: Stacks
-) -> tuple[mx.array, Call]:
+) -> tuple[mx.array, Any, Call]:
     call = Call([len(feed) for feed in feeds], stacks)
     stand_ins = [LaneCache(own, call, (i,)) for i, own in enumerate(zip(*caches, strict=True))]
-    return model(ids(feeds)[None], cache=stand_ins)[0], call
+    logits = model(ids(feeds)[None], cache=stand_ins)[0]
+    return logits, [own.live() for own in stand_ins], call
 
 
 def ids(feeds: Sequence[Feed]) -> mx.array:
@@ -128,7 +130,7 @@ class _Arming:
                 self._model(mx.zeros((1, n), mx.int32), cache=own)
             try:
                 for sizes in TRIALS:
-                    _, call = run(self._model, [[1] * n for n in sizes], caches, Stacks())
+                    *_, call = run(self._model, [[1] * n for n in sizes], caches, Stacks())
                 return [place for place, kind in call.joined.items() if kind is KVCache]
             except Exception as error:
                 if not self._grow(error):
@@ -176,7 +178,7 @@ class _Arming:
         for trial, sizes in enumerate(TRIALS):
             order = seating.seat(together)
             feeds = [[1 + trial + lane + i for i in range(sizes[lane])] for lane in order]
-            rows, call = run(self._model, feeds, [together[i] for i in order], stacks)
+            rows, _, call = run(self._model, feeds, [together[i] for i in order], stacks)
             for i, feed, (a, b) in zip(order, feeds, call.spans, strict=True):
                 expected = self._model(mx.array([feed], mx.int32), cache=alone[i])[0]
                 far = max(far, _difference(rows[a:b], expected))

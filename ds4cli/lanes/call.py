@@ -31,6 +31,7 @@ class Call:
 
     sizes: rows a lane. stacks: states of the call before. spans: (first, end) a lane, among the
     rows of all. joined: what kind of cache took the rows of all lanes at once, by its place.
+    settled: arrays of which all lanes' at a place are views.
     """
 
     def __init__(self, sizes: Sequence[int], stacks: Stacks):
@@ -39,6 +40,7 @@ class Call:
         self.rows = sum(sizes)
         self.spans = list(pairwise(accumulate(sizes, initial=0)))
         self.joined: dict[tuple[int, ...], type] = {}
+        self.settled: dict[tuple[int, ...], list[mx.array]] = {}
         self._offsets: dict[tuple[int, ...], LaneOffset] = {}
         self._tables: dict[tuple[int, ...], Table] = {}
 
@@ -201,6 +203,14 @@ class LaneCache:
             return LaneRows(sides[0], call), LaneRows(sides[1], call)
         both = [SeatedRows(i, seated, side, call, table) for i, side in enumerate(sides)]
         return both[0], both[1]
+
+    def live(self) -> Any:
+        """A tree of all that the call left in the caches, for `mx.eval`."""
+        if self.place in self.call.settled:
+            return self.call.settled[self.place]
+        if isinstance(self.lanes[0], CacheList):
+            return [self[i].live() for i in range(len(self.lanes[0].caches))]
+        return [vars(cache) for cache in self.lanes]
 
     def keys_and_values(self) -> tuple[LaneRows, LaneRows]:
         found = [cache.keys_and_values() for cache in self.lanes]

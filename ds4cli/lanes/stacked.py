@@ -7,8 +7,8 @@ tape that was recorded on the stacked states is handed to each lane's own frame.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 import mlx.core as mx
@@ -18,7 +18,6 @@ from ds4cli.hooks.rebind import derived
 from ds4cli.lanes.call import LaneCache, LaneError, LaneValue
 from ds4cli.lanes.mixers import by_lane, here
 from ds4cli.tape import frames
-from ds4cli.tape.tracks import Track
 
 
 @cache
@@ -30,13 +29,17 @@ def stacked(cls: type) -> type:
         states = None if here.sharing is not None else _recurrent((*args, *kwargs.values()))
         if states is None:
             return one_by_one(self, *args, **kwargs)
+        call = states.call
         outputs: list[Any] = [None] * len(states.lanes)
-        for lanes in states.call.by_size.values():
+        for lanes in call.by_size.values():
             group = Group(states, lanes)
             own = [group.pick(arg) for arg in args]
             named = {name: group.pick(arg) for name, arg in kwargs.items()}
-            for lane, output in zip(lanes, group.run(alone, self, own, named), strict=True):
-                outputs[lane] = output
+            output = group.run(alone, self, own, named)
+            if len(lanes) == len(outputs):
+                return _each(output, lambda x: x.reshape(1, call.rows, *x.shape[2:]))
+            for i, lane in enumerate(lanes):
+                outputs[lane] = _each(output, itemgetter(slice(i, i + 1)))
         return _joined(outputs)
 
     return derived(cls, __call__)
@@ -85,41 +88,36 @@ class Group:
             arg = mx.concatenate([arg[:, a:b] for a, b in spans], axis=1)
         return arg.reshape(len(self._lanes), self._rows, *arg.shape[2:])
 
-    def run(self, alone: Callable, module: Any, args: list, named: dict) -> list[Any]:
-        """The module's output (1, L, ...) for each lane; the lanes' states move on."""
-        if len(self._lanes) == 1:
-            return [alone(module, *args, **named)]
-        if not frames.recording():
+    def run(self, alone: Callable, module: Any, args: list, named: dict) -> Any:
+        """The module's output for the batch, one array or several, (lanes, L, ...) each; the lanes'
+        states move on."""
+        if len(self._lanes) == 1 or not frames.recording():
             output = alone(module, *args, **named)
         else:
             with frames.Recording([self._stack], 0) as (frame,):
                 output = alone(module, *args, **named)
-            self._hand_out(frame)
-        stacks, place = self._states.call.stacks, self._states.place
-        parts = stacks.apart(place, self._stack.cache, len(self._lanes))
-        for cache_, states in zip(self._caches, parts, strict=True):
-            cache_.cache = states
-        return self._apart(output)
-
-    def _hand_out(self, frame: frames.Frame) -> None:
-        for i, cache_ in enumerate(self._caches):
-            own = frames.here.frames.get(cache_)
-            if own is not None:
-                for slot, tracks in enumerate(frame.tracks):
-                    own.tracks[slot] += tuple(_of_lane(track, i) for track in tracks)
-
-    def _apart(self, output: Any) -> list[Any]:
-        parts = output if isinstance(output, tuple) else (output,)
+            for i, own in enumerate(self._caches):
+                frames.share(own, frame, i)
+        if len(self._lanes) > 1:
+            self._hand_out()
         shape = len(self._lanes), self._rows
-        if any(not isinstance(x, mx.array) or x.shape[:2] != shape for x in parts):
-            raise LaneError("a recurrence returned something else than rows")
-        columns = zip(*(mx.split(x, len(self._lanes)) for x in parts), strict=True)
-        return [lane if isinstance(output, tuple) else lane[0] for lane in columns]
+        for x in output if isinstance(output, tuple) else (output,):
+            if not isinstance(x, mx.array) or x.shape[:2] != shape:
+                raise LaneError("a recurrence returned something else than rows")
+        return output
+
+    def _hand_out(self) -> None:
+        """The states of the batch, to each lane's own cache."""
+        call, place = self._states.call, self._states.place
+        parts = call.stacks.apart(place, self._stack.cache, len(self._lanes))
+        for own, states in zip(self._caches, parts, strict=True):
+            own.cache = states
+        if self._all:
+            call.settled[place] = self._stack.cache
 
 
-def _of_lane(track: Track, lane: int) -> Track:
-    """What the batch recorded of one lane (views)."""
-    return replace(track, data=tuple(x[lane : lane + 1] for x in track.data))
+def _each(output: Any, change: Callable[[mx.array], mx.array]) -> Any:
+    return tuple(map(change, output)) if isinstance(output, tuple) else change(output)
 
 
 def _joined(outputs: list[Any]) -> Any:

@@ -39,7 +39,10 @@ class Table:
         arena.reserve(self._end)
         if keys.shape[2] > self.total:
             keys, values = keys[:, :, : self.total], values[:, :, : self.total]
-        arena.write(self._rows, self._columns, keys, values)
+        if self._is_full:
+            arena.write_all(self._all_columns, self.spread(keys), self.spread(values))
+        else:
+            arena.write(self._rows, self._columns, keys, values)
         for cache, n in zip(caches, self._sizes, strict=True):
             cache.offset += n
 
@@ -52,6 +55,11 @@ class Table:
     def _columns(self) -> mx.array:
         pairs = zip(self._starts, self._sizes, strict=True)
         return mx.array([start + i for start, n in pairs for i in range(n)], mx.int32)
+
+    @cached_property
+    def _all_columns(self) -> mx.array:
+        """(height, 1, longest, 1)."""
+        return self._columns.reshape(self._height, 1, self.longest, 1)
 
     @property
     def _flat(self) -> list[int]:

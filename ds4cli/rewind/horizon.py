@@ -104,6 +104,14 @@ def slots_nbytes(slots: Slots) -> int:
     return taken_bytes(a for layer in slots for a in layer if a is not None)
 
 
+def own_slots(slots: Slots) -> Slots:
+    """The same, but for those that are views of much more, as a lane's are of the states of all:
+    these are copied, without waiting."""
+    own = [[None if x is None else mx.contiguous(x) for x in layer] for layer in slots]
+    mx.async_eval(own)
+    return own
+
+
 class Packing:
     """Runs of one-row segments that are to be copied into few arrays: of each a part at every
     append, so that no token waits for thousands of copies."""
@@ -294,9 +302,11 @@ class Horizon:
 
     def _release_checkpoint(self) -> None:
         """Keep one every `spacing` rows; the newest one was kept only for its own block."""
-        if len(self.segments) < 2 or self.segments[-1].checkpoint is None:
+        if len(self.segments) < 2:
             return
-        last = self.segments[-1]
+        last, checkpoint = self.segments[-1], self.segments[-1].checkpoint
+        if checkpoint is None:
+            return
         if self._kept_checkpoint is None:
             checkpoints = (s.start for s in self.segments[-2::-1] if s.checkpoint is not None)
             self._kept_checkpoint = next(checkpoints, last.start)
@@ -304,6 +314,7 @@ class Horizon:
             self.segments[-1] = Segment(last.start, last.rows, last.tape, last.logits, None)
             self.held_bytes -= self.checkpoint_bytes
         else:
+            self.segments[-1] = replace(last, checkpoint=own_slots(checkpoint))
             self._kept_checkpoint = last.start
 
     def _merge(self) -> None:

@@ -67,6 +67,7 @@ class _Block(NamedTuple):
     tape: Tape | None
     logits: mx.array  # (n, V), or only the last row (1, V); lazy until `evaluate`
     hidden: list[mx.array]  # (n, H) per tapped layer
+    live: Any  # a tree of what the call left in the layers
 
     def row(self, rows: int) -> mx.array:
         """The logits row (V,) after the first `rows` tokens of the feed."""
@@ -229,7 +230,7 @@ class Timeline:
         opening = self.opening()
         try:
             logits, tape, hidden = self._call(tokens, record and self.recording, inner_every)
-            self.open(opening, tokens, logits, tape, hidden)
+            self.open(opening, tokens, logits, tape, hidden, self._now.layers.live())
             return logits
         except BaseException:
             self.undo(opening)
@@ -251,9 +252,10 @@ class Timeline:
         logits: mx.array,
         tape: Tape | None,
         hidden: list[mx.array],
+        live: Any,
     ) -> None:
         """A model call was made on `feed`: its block is open."""
-        block = _Block(opening.start, feed, opening.hold, tape, logits, hidden)
+        block = _Block(opening.start, feed, opening.hold, tape, logits, hidden, live)
         self._now = opening.moment._replace(open=(*opening.moment.open, block))
 
     def undo(self, opening: Opening) -> None:
@@ -319,11 +321,11 @@ class Timeline:
             self.abort()
             raise
 
-    def pending(self) -> Any:
-        """A tree of all that the newest open block computes, for `mx.eval`."""
-        now = self._now
-        block = now.open[-1]
-        return block.logits, block.hidden, now.layers.live()
+    def pending(self) -> tuple[Any, Any]:
+        """Trees of all that the newest open block computes, for `mx.eval`: its rows, and what is in
+        the layers."""
+        block = self._now.open[-1]
+        return (block.logits, block.hidden), block.live
 
     def abort(self) -> None:
         """Undo all open blocks."""

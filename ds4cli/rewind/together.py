@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import accumulate
+from typing import Any
 
 import mlx.core as mx
 
@@ -14,6 +15,7 @@ from ds4cli.rewind.timeline import Opening, Timeline
 from ds4cli.tape import Tape
 
 Feed = list[int] | mx.array
+Part = tuple[mx.array, Tape | None, list[mx.array]]  # logits rows, tape, what the taps noted
 
 
 def feed_together(
@@ -31,9 +33,10 @@ def feed_together(
     try:
         for timeline in ordered:
             openings.append(timeline.opening())
-        logits, tapes, hidden = _call(ordered, fed, lanes, record)
-        for opened in zip(ordered, openings, fed, logits, tapes, hidden, strict=True):
-            opened[0].open(*opened[1:])
+        parts, live = _call(ordered, fed, lanes, record)
+        for timeline, opening, feed, part in zip(ordered, openings, fed, parts, strict=True):
+            timeline.open(opening, feed, *part, live)
+        logits = [part[0] for part in parts]
         return [logits[order.index(i)] for i in range(len(order))]
     except BaseException:
         for timeline, opening in zip(ordered, openings, strict=False):
@@ -43,8 +46,8 @@ def feed_together(
 
 def _call(
     timelines: Sequence[Timeline], feeds: Sequence[Feed], lanes: Lanes, record: bool
-) -> tuple[list[mx.array], list[Tape | None], list[list[mx.array]]]:
-    """The model call: logits rows, tape, and what the taps noted, for each timeline."""
+) -> tuple[list[Part], Any]:
+    """The model call: each timeline's part of it, and what all of them left in the layers."""
     first, sizes = timelines[0], [len(feed) for feed in feeds]
     layers: list[Layers] = []
     for timeline, rows in zip(timelines, sizes, strict=True):
@@ -55,12 +58,12 @@ def _call(
         if first.taps is not None:
             noted = around.enter_context(first.taps.noting())
         if record and first.recorder is not None and layers[0].recurrent:
-            recording = first.recorder.recording_lanes([own.recurrent_caches for own in layers])
-            tapes = [*around.enter_context(recording)]
-        logits = lanes.call(feeds, [own.caches for own in layers])
+            caches = [own.recurrent_caches for own in layers]
+            tapes = [*around.enter_context(first.recorder.recording_lanes(caches, sizes))]
+        logits, live = lanes.call(feeds, [own.caches for own in layers])
     tapes = [tape if t.recording else None for t, tape in zip(timelines, tapes, strict=True)]
-    hidden = [_apart(x, sizes) for x in noted]
-    return _apart(logits, sizes), tapes, [[x[i] for x in hidden] for i in range(len(sizes))]
+    hidden = zip(*(_apart(x, sizes) for x in noted), strict=True) if noted else ((),) * len(sizes)
+    return list(zip(_apart(logits, sizes), tapes, map(list, hidden), strict=True)), live
 
 
 def _apart(rows: mx.array, sizes: Sequence[int]) -> list[mx.array]:
@@ -77,7 +80,8 @@ def evaluate_together(timelines: Sequence[Timeline], *arrays: mx.array, wait: bo
     """
     run = mx.eval if wait else mx.async_eval
     try:
-        run(*arrays, [t.pending() for t in timelines])
+        rows, live = zip(*(timeline.pending() for timeline in timelines), strict=True)
+        run(*arrays, rows, list({id(tree): tree for tree in live}.values()))
     except BaseException:
         for timeline in timelines:
             timeline.abort()

@@ -22,12 +22,14 @@ class Frame:
 
     next: the slot whose rows come next. inner_every: keep the state after every so many rows of a
     call, where that costs nothing; 0: none. delegated: whether the running module handed its cache
-    on to a module inside it.
+    on to a module inside it. shared: frames of caches that were a batch of several, and which of
+    them this one's was.
     """
 
     # Set here, and made without arguments: nothing is called for it.
     next = inner_every = 0
     delegated = False
+    shared: tuple[tuple[Frame, int], ...] = ()
     cache: ArraysCache
     tracks: list[tuple[Track, ...]]
 
@@ -43,6 +45,14 @@ class Frame:
     def add_state(self, track: Track) -> None:
         """Record rows for the last slot, where a recurrence keeps its state; repeatable."""
         self.tracks[-1] += (track,)
+
+    def found(self) -> list[tuple[Track, ...]]:
+        """The tracks per slot, those of shared frames too (views)."""
+        found = self.tracks
+        for frame, i in self.shared:
+            own = [tuple(track.of(i) for track in tracks) for tracks in frame.tracks]
+            found = [(*a, *b) for a, b in zip(found, own, strict=True)]
+        return found
 
 
 class Here(threading.local):
@@ -79,6 +89,13 @@ class Recording:
 def current() -> Frame | None:
     """The frame of the module that is running, if its cache is being recorded."""
     return here.frame
+
+
+def share(cache: ArraysCache, frame: Frame, i: int) -> None:
+    """`cache`, if it is recorded, was number i of the batch whose rows `frame` has."""
+    own = here.frames.get(cache)
+    if own is not None:
+        own.shared += ((frame, i),)
 
 
 def recording() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from ds4cli.hooks.rebind import Swaps
 from ds4cli.tape import frames
 from ds4cli.tape.families import FAMILIES, leaf
 from ds4cli.tape.tape import Tape
+from ds4cli.tape.tracks import Track
 
 
 class Recorder:
@@ -75,23 +77,33 @@ class Recorder:
         self._fill(tape, found)
 
     @contextmanager
-    def recording_lanes(self, lanes: Sequence[list[ArraysCache]]) -> Iterator[list[Tape]]:
-        """The same for a call on several lanes: a tape for the caches of each."""
+    def recording_lanes(
+        self, lanes: Sequence[list[ArraysCache]], rows: Sequence[int]
+    ) -> Iterator[list[Tape]]:
+        """The same for a call on several lanes of so many rows: a tape for the caches of each."""
         tapes = [Tape() for _ in lanes]
         with frames.Recording([c for caches in lanes for c in caches], 0) as found:
             yield tapes
         size = len(lanes[0])
         for i, tape in enumerate(tapes):
-            self._fill(tape, found[i * size : (i + 1) * size])
+            own = found[i * size : (i + 1) * size]
+            if self.row_bytes:
+                tape.fill_later(rows[i], partial(_tracks, own))
+            else:
+                self._fill(tape, own)
 
     def _fill(self, tape: Tape, found: list[frames.Frame]) -> None:
-        tape.fill([f.tracks for f in found])
+        tape.fill(_tracks(found))
         if not self.row_bytes:
             slots: list[mx.array | None] = [x for f in found for x in f.cache.cache]
             states = [x for x in slots if x is not None]
             self.row_bytes, self.has_inner_states = tape.row_bytes, tape.has_inner_states
             self.row_arrays, self.state_arrays = len(tape.arrays()), len(states)
             self.state_bytes = taken_bytes(states)
+
+
+def _tracks(found: list[frames.Frame]) -> list[list[tuple[Track, ...]]]:
+    return [frame.found() for frame in found]
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:

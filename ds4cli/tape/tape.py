@@ -22,23 +22,27 @@ class Tape:
     nothing has to be evaluated for it."""
 
     def __init__(self, layers: Layers = ()):
-        self._layers = layers
+        self._known = layers
+        self._find: Callable[[], Layers] | None = None
         self.rows = sum(t.rows for t in layers[0][0]) if layers else 0
+
+    @property
+    def _layers(self) -> Layers:
+        if self._find is not None:
+            self._known, self._find = self._find(), None
+        return self._known
 
     def fill(self, found: Layers) -> None:
         """Take over a finished recording: tracks per cache and slot, in the order of the call.
 
         Every slot of every cache must have the same rows.
         """
-        if [True for slots in found for tracks in slots if tracks[1:]]:
-            found = [[_single(tracks) for tracks in slots] for slots in found]
-        rows = {t.data[0].shape[1] - t.lead for slots in found for tracks in slots for t in tracks}
-        if [True for slots in found for tracks in slots if not tracks]:
-            rows = {0, *rows}
-        if len(rows) > 1:
-            raise ModelError(f"recurrent caches recorded different numbers of rows: {sorted(rows)}")
-        if rows and rows != {0}:
-            (self.rows,), self._layers = rows, found
+        self.rows, self._known = _checked(found)
+
+    def fill_later(self, rows: int, find: Callable[[], Layers]) -> None:
+        """The same, of so many rows, once somebody looks: most tapes are never replayed, and to
+        take one lane's part out of many is work."""
+        self.rows, self._find = rows, lambda: _checked(find())[1]
 
     def _tracks(self) -> Iterator[Track]:
         return (t for slots in self._layers for tracks in slots for t in tracks)
@@ -87,8 +91,11 @@ class Tape:
     @staticmethod
     def concat(tapes: Sequence[Tape]) -> Tape:
         """One tape of consecutive ones. Nothing is copied; what only repeats rows is let go."""
-        layers = zip(*(t._layers for t in tapes if t._layers), strict=True)
-        return Tape([[_needed(parts) for parts in zip(*slots, strict=True)] for slots in layers])
+        if any(t._find is not None for t in tapes):
+            whole = Tape()
+            whole.rows, whole._find = sum(t.rows for t in tapes), lambda: _concatenated(tapes)
+            return whole
+        return Tape(_concatenated(tapes))
 
     @property
     def layers(self) -> int:
@@ -117,6 +124,25 @@ class Tape:
             for (i, j), slot in zip(places, tracks[0].replay(tracks, slots, rows), strict=True):
                 out[i][j] = slot
         return out
+
+
+def _checked(found: Layers) -> tuple[int, Layers]:
+    """Rows and tracks of a recording; no tracks where nothing was recorded."""
+    if [True for slots in found for tracks in slots if tracks[1:]]:
+        found = [[_single(tracks) for tracks in slots] for slots in found]
+    rows = {t.data[0].shape[1] - t.lead for slots in found for tracks in slots for t in tracks}
+    if [True for slots in found for tracks in slots if not tracks]:
+        rows = {0, *rows}
+    if len(rows) > 1:
+        raise ModelError(f"recurrent caches recorded different numbers of rows: {sorted(rows)}")
+    if not rows or rows == {0}:
+        return 0, ()
+    return rows.pop(), found
+
+
+def _concatenated(tapes: Sequence[Tape]) -> Layers:
+    layers = zip(*(t._layers for t in tapes if t._layers), strict=True)
+    return [[_needed(parts) for parts in zip(*slots, strict=True)] for slots in layers]
 
 
 def _groups(layers: Sequence[Sequence[Track]], starts: Slots) -> list[list[tuple[int, int]]]:

@@ -65,6 +65,10 @@ class Track:
             return self
         return replace(self, data=tuple(x[:, start:stop] for x in self.data))
 
+    def of(self, i: int) -> Self:
+        """The rows of one cache, where those of a batch were recorded (views)."""
+        return replace(self, data=tuple(x[i : i + 1] for x in self.data))
+
     @classmethod
     def needed(cls, tracks: Sequence[Self]) -> list[Self]:
         """Consecutive tracks of one slot in as few arrays as hold their rows; copies nothing."""
