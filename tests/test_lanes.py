@@ -1,6 +1,7 @@
 """Several timelines in one model call: each must be what it is alone, token for token."""
 
 import gc
+from contextlib import nullcontext
 from functools import lru_cache
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ from tiny import CFG, build
 from ds4cli.caches import adapt, arena, build_caches
 from ds4cli.errors import ModelError
 from ds4cli.lanes import Lanes
+from ds4cli.lanes import arm as arm_module
 from ds4cli.rewind import together
 from ds4cli.rewind.timeline import Limits, Timeline
 from ds4cli.rewind.together import evaluate_together, feed_together
@@ -121,6 +123,25 @@ def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(name):
     with pytest.raises(ModelError, match="cannot run several texts in one call: "):
         Lanes.arm(model, new_caches(name))
     assert [type(m) for m in model.modules()] == classes
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+@pytest.mark.parametrize("tolerance", [5e-2, 1e-6])
+def test_half_precision_is_judged_by_how_the_model_itself_rounds(monkeypatch, tolerance, is_wrong):
+    """Guards: a deep model that rounds more than others refused; a limit that grows with that until
+    a lane is given the rows of another."""
+    model = build("qwen3_5", scale=2.0)
+    model.set_dtype(mx.bfloat16)
+    monkeypatch.setattr(arm_module, "_TOLERANCE_HALF", tolerance)
+    true = arm_module.run
+
+    def run(*args):
+        rows, *rest = true(*args)
+        return mx.roll(rows, int(is_wrong), axis=0), *rest
+
+    monkeypatch.setattr(arm_module, "run", run)
+    with pytest.raises(ModelError, match="differ from calls") if is_wrong else nullcontext():
+        Lanes.arm(model, lambda: build_caches(model, 80)).disarm()
 
 
 def test_disarming_gives_every_module_its_class_back():
