@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from ds4cli import Engine
 from ds4cli.cli import app
+from ds4cli.engine.generation import Generation
 from ds4cli.errors import UsageError
 from ds4cli.settings import Settings
 from ds4cli.structured.asked import checked, from_request, from_settings, inlined
@@ -190,6 +191,32 @@ def test_finished_json_is_valid_with_any_drafter(name, model_folder):
     assert ended
     for text in ended:
         jsonschema.validate(json.loads(text), FORMS[name].source)
+
+
+def test_what_a_grammar_forces_costs_no_call(drafting, monkeypatch):
+    """Guards: guesses of the grammar that are fed and then dropped, since a model that would write
+    something else is asked what it thinks of each; a repair for each, and a call."""
+    inside = {"temperature": {"enum": [1, 2]}, "humidity": {"enum": [3, 4]}}
+    schema = {
+        "type": "object",
+        "properties": inside,
+        "required": list(inside),
+        "additionalProperties": False,
+    }
+    wanted = checked(Wanted("json", schema, "--json-schema"))
+    found = []
+    for holds in (True, False):
+        if not holds:
+            monkeypatch.setattr(Generation, "held", lambda self, feed, picks, *_: picks)
+        session = drafting[1].session()
+        session.sync(drafting[1].encode("Name a person, please."))
+        guard = guard_of(drafting[1].tokenizer, wanted)
+        text = "".join(event.text for event in session.stream(guard=guard))
+        repairs = len(session.stats.repairs)
+        assert repairs == guard.repairs > 20
+        found.append((text, repairs, session.stats.forwards))
+    assert found[0][:2] == found[1][:2]
+    assert found[0][2] < 0.6 * found[1][2], found
 
 
 # Every keyword that a grammar holds, in the company it is found in.

@@ -238,6 +238,9 @@ class Lane:
             self._group.part(error)
             return None
         self._open.popleft()
+        if part.drafts:
+            feed = [session.next_token(), *part.drafts]
+            taken = self._reply.held(feed, taken, part.rows)
         step = session.keep(part.drafts, taken, part.source)
         session.policy.kept(len(step.tokens))
         following = session.next_token()

@@ -479,6 +479,8 @@ class Session:
             timeline.evaluate(picks)
             taken = picks.tolist()
             refuse_nan(rows, taken)
+            if self.generation is not None and len(feed) > 1:
+                taken = self.generation.held(feed, taken, rows)
         except BaseException:
             timeline.abort()
             raise

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ds4cli.structured.guard import FormGuard
 from ds4cli.tools.guard import Guard
-from ds4cli.tools.steps import NOTHING, GuardEnd, GuardStep
+from ds4cli.tools.steps import NOTHING, GuardEnd, GuardStep, Instead
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,6 +109,9 @@ class CallOrForm:
 
     def filter(self, tokens: Sequence[int]) -> int:
         return self._one.filter(tokens)
+
+    def instead(self, tokens: Sequence[int], pick: int, size: int) -> Instead | None:
+        return self._one.instead(tokens, pick, size)
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
         return self._one.forced(tokens)

@@ -21,7 +21,7 @@ from ds4cli.text.detokenizer import Detokenizer
 from ds4cli.text.reasoning import Markers, ReasoningSplitter
 from ds4cli.tools import checking
 from ds4cli.tools.forcing import Forcing
-from ds4cli.tools.steps import NOTHING, GuardEnd, GuardStep
+from ds4cli.tools.steps import NOTHING, GuardEnd, GuardStep, Instead
 
 
 @dataclass
@@ -170,17 +170,19 @@ class FormGuard:
 
     def _left(self, bad: int, token: int | None = None) -> GuardStep:
         token = self._ids[bad - self._start] if token is None else token
-        ends = token in self._stops
         self.rewind(bad)
         self._banned.setdefault(bad, set()).add(token)
         self.repairs += 1
+        reason = self._why_left(token)
+        return GuardStep(event="left", opened=self.opened, bad_pos=bad, reason=reason)
+
+    def _why_left(self, token: int) -> str:
         shown = self.form.bytes_of(token).decode("utf-8", "replace")
-        reason = (
+        return (
             "the reply would end before its text fits"
-            if ends
+            if token in self._stops
             else f"`{shown}` does not fit {self.form.wanted.name}"
         )
-        return GuardStep(event="left", opened=self.opened, bad_pos=bad, reason=reason)
 
     def _stop_token(self, pos: int, token: int) -> GuardStep:
         if self._body is not None and self._body.matcher.is_accepting():
@@ -247,6 +249,17 @@ class FormGuard:
         if self._body is None:
             return len(tokens)
         return self._body.matcher.validate_tokens(list(tokens))
+
+    def instead(self, tokens: Sequence[int], pick: int, size: int) -> Instead | None:
+        """What may follow `tokens`, the next token and the guesses behind it, where `pick` may not;
+        None where it may."""
+        if self._body is None:
+            return None
+        mask = self.form.instead(self._body.matcher, tokens, pick, size)
+        if mask is None:
+            return None
+        self.repairs += 1
+        return Instead(mask, self._why_left(pick))
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
         """What must follow `tokens`, the next token and what is drafted so far; for guesses."""

@@ -48,6 +48,19 @@ class TokenBytes:
             mask[:n] = np.unpackbits(data, bitorder="little")[:n]
         return mask
 
+    def instead(
+        self, matcher: LLMatcher, tokens: Sequence[int], pick: int, size: int
+    ) -> np.ndarray | None:
+        """(size,) bool: what `matcher` lets follow `tokens`, where that is not `pick`; else None.
+        The matcher stays where it is."""
+        n = len(tokens)
+        if matcher.validate_tokens([*tokens, pick]) != n:
+            return None
+        matcher.consume_tokens(list(tokens))
+        mask = self.mask(matcher, size)
+        matcher.rollback(n)
+        return mask if mask.any() else None
+
 
 class Grammar(TokenBytes):
     """The compiled grammar of one tokenizer, format and set of tools.

@@ -30,7 +30,7 @@ from ds4cli.tools.mend import Refused, Unclosed
 from ds4cli.tools.openings import FENCE, SECTIONS, Openings, place
 from ds4cli.tools.parse import ParsedCall, parse_calls
 from ds4cli.tools.state import Held, State, split, without
-from ds4cli.tools.steps import NOTHING, GuardEnd, GuardStep
+from ds4cli.tools.steps import NOTHING, GuardEnd, GuardStep, Instead
 
 if TYPE_CHECKING:
     import numpy as np
@@ -464,6 +464,19 @@ class Guard:
         matcher = self._matcher(self._state) if self.is_open else None
         return len(tokens) if matcher is None else matcher.fitting(tokens)
 
+    def instead(self, tokens: Sequence[int], pick: int, size: int) -> Instead | None:
+        """What may follow `tokens`, the next token and the guesses behind it, where `pick` may not;
+        None where it may, or where only feeding it tells.
+        """
+        matcher = self._matcher(self._state) if self.is_open else None
+        if matcher is None or self._limits is None or self.fmt.bare:
+            return None
+        mask = self._limits.instead(matcher, tokens, pick, size)
+        if mask is None:
+            return None
+        self.repairs += 1
+        return Instead(mask, self._why_left(pick))
+
     def forced(self, tokens: Sequence[int]) -> list[int]:
         """What the call's syntax lets follow `tokens`, the next token and the guesses behind it,
         where that is one text only. Guesses: nothing else depends on them.
@@ -477,15 +490,18 @@ class Guard:
         token = self._ids[bad - self._start] if token is None else token
         self.rewind(bad)
         assert self._limits is not None, "only a grammar is left"
-        shown = self._limits.ban(bad, token)
+        self._limits.ban(bad, token)
         self.repairs += 1
         self._forced = opened
-        reason = (
+        return GuardStep(event="left", opened=opened, bad_pos=bad, reason=self._why_left(token))
+
+    def _why_left(self, token: int) -> str:
+        assert self._limits is not None, "only a grammar is left"
+        return (
             "the reply would end inside the call"
             if token in self._stops
-            else f"`{shown}` does not fit the grammar of the declared tools"
+            else f"`{self._limits.spelled(token)}` does not fit the grammar of the declared tools"
         )
-        return GuardStep(event="left", opened=opened, bad_pos=bad, reason=reason)
 
     def _first_bad(self, state: State) -> int | None:
         """The position of the first token that the grammar refuses, if any does."""

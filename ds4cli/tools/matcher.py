@@ -38,10 +38,9 @@ class Limits:
             self._call.gave_up = ""
         return self._call if self._call.live is not None else None
 
-    def ban(self, pos: int, token: int) -> str:
-        """`token` was wrong at `pos`; its text."""
+    def ban(self, pos: int, token: int) -> None:
+        """`token` was wrong at `pos`."""
         self._banned.setdefault(pos, set()).add(token)
-        return self._grammar.bytes_of(token).decode("utf-8", "replace")
 
     def mask(self, matcher: CallMatcher | None, pos: int, size: int) -> np.ndarray:
         """(size,) bool: the tokens that `matcher` lets stand at `pos`; None: any but what was
@@ -49,6 +48,16 @@ class Limits:
         mask = self._grammar.mask(None if matcher is None else matcher.live, size)
         mask[[t for t in self._banned.get(pos, ()) if t < size]] = False
         return mask
+
+    def instead(
+        self, matcher: CallMatcher, tokens: Sequence[int], pick: int, size: int
+    ) -> np.ndarray | None:
+        """(size,) bool: what `matcher` lets follow `tokens`, where that is not `pick`."""
+        assert matcher.live is not None, "it follows"
+        return self._grammar.instead(matcher.live, tokens, pick, size)
+
+    def spelled(self, token: int) -> str:
+        return self._grammar.bytes_of(token).decode("utf-8", "replace")
 
     def rewind(self, end: int) -> None:
         """Forget the tokens from position `end` on, and what was wrong behind it."""

@@ -17,6 +17,8 @@ of the tokens it was fed: one small snapshot per position, so `rewind` is a trun
     rewind(pos)              the session went back: forget the tokens from `pos` on. After "left"
                              and "broken" that has happened already, and doing it again is harmless.
     filter(tokens)           how many of a block's tokens may be fed; asks, changes nothing
+    instead(tokens, pick, n) what may follow `tokens`, which come next, in place of `pick`: counts
+                             as "left"
     forced(tokens)           what must follow these in the open call, for guesses; the same
     is_open, opened          whether a call is open, and where it began
     settled                  tokens before this position cannot be taken back by a repair
@@ -28,9 +30,12 @@ of the tokens it was fed: one small snapshot per position, so `rewind` is a trun
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ds4cli.tools.parse import ParsedCall
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class GuardStep(NamedTuple):  # one for every token: made faster than a dataclass
@@ -45,6 +50,13 @@ class GuardStep(NamedTuple):  # one for every token: made faster than a dataclas
 
 
 NOTHING = GuardStep()
+
+
+class Instead(NamedTuple):
+    """For a token that would be taken back. allowed: (size,) bool, what may stand there."""
+
+    allowed: np.ndarray
+    reason: str
 
 
 @dataclass(frozen=True)
