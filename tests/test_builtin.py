@@ -15,6 +15,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache
 from ds4cli import Engine
 from ds4cli.drafters.heads import kind_of
 from ds4cli.errors import DS4Error
+from ds4cli.tools import load_tools
 
 FOLDER = Path(__file__).parents[1] / "ds4cli" / "builtin"
 RECIPE = Path(__file__).parents[1] / "examples" / "builtin-model"
@@ -129,6 +130,22 @@ def test_a_tool_call_parses(engine):
     assert text.startswith(start) and text.rstrip().endswith(end)
     call = engine.tokenizer.tool_parser(text.strip()[len(start) : -len(end)])
     assert call == {"name": "get_weather", "arguments": {"city": "Lisbon", "unit": "celsius"}}
+
+
+@pytest.mark.parametrize("question", ["What is the weather in Paris?", "weather in Rome"])
+def test_a_tool_that_fits_is_called_as_users_declare_it(engine, tmp_path, question):
+    """Guards: "I have no tool for that", because the file's tool is drawn otherwise than in the
+    training text."""
+    inner = {**WEATHER["function"], "description": "The weather of a city."}
+    inner["parameters"] = {**inner["parameters"], "properties": {"city": {"type": "string"}}}
+    path = tmp_path / "tools.json"
+    path.write_text(json.dumps([dict(reversed(inner.items()))]))
+    (tool,) = load_tools(path)
+    session = engine.session()
+    message = {"role": "user", "content": question}
+    session.sync(engine.render([message], tools=[tool.spec], think=False))
+    text = "".join(event.text for event in session.stream(max_tokens=40))
+    assert '{"name": "get_weather", "arguments": {"city": "' in text
 
 
 def test_a_tool_result_is_put_in_words(engine):

@@ -180,6 +180,19 @@ def test_retry_draws_anew_and_keeps_the_old_reply(engine):
     check_replies(chat, engine)
 
 
+def test_a_retry_that_is_the_same_again_says_so(engine, capsys):
+    """Guards: a user who takes a model that is sure of its text for a /retry that does not work."""
+    sure = {**talk.LETTERS_ONLY, talk.END: -1000.0, talk._LETTERS[0]: 1000.0}
+    chat = talk.chat(engine, settings=replace(engine.settings, temp=0.7, logit_bias=sure))
+    chat.take("say something")
+    capsys.readouterr()
+    chat.take("/retry")
+    assert "the same text again" in capsys.readouterr().err
+    chat.conversation.use(replace(chat.settings, temp=1.0, logit_bias=talk.LETTERS_ONLY))
+    chat.take("/retry")
+    assert "the same text" not in capsys.readouterr().err
+
+
 def test_retry_at_temperature_zero_says_so(said, capsys):
     """Guards: a user waiting for another reply that cannot come."""
     before = said.line

@@ -298,3 +298,9 @@ def test_the_package_does_not_need_mlx():
     """`ds4cli --help`, or checking a tools file, pays for mlx."""
     code = "import sys, ds4cli.tools; sys.exit(bool({'mlx', 'llguidance'} & set(sys.modules)))"
     assert os.system(f'{sys.executable} -c "{code}"') == 0
+
+
+def test_a_tool_is_told_in_the_order_in_which_everybody_writes_it(tmp_path):
+    """Guards: the description behind the parameters: the built-in model then knew no tool."""
+    (tool,) = load(tmp_path, [{**GOOD, "description": "what it does"}])
+    assert list(tool.spec["function"]) == ["name", "description", "parameters"]

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ds4cli import settings, terminal
 from ds4cli.chat import clipboard, editor, shelf
-from ds4cli.chat.transcript import Line, Turn
+from ds4cli.chat.transcript import Line, Transcript, Turn
 from ds4cli.errors import UsageError
 from ds4cli.settings import FORM, OPTIONS, SAMPLING
 
@@ -165,10 +165,19 @@ def retry(chat: Chat, argument: str) -> None:
         report, attempt = chat.conversation.retry(number, reading)
     chat.print_move(report)
     chat.reply(attempt)
+    if chat.settings.temp and chat.line.turns[-1].tokens in _replies(before, len(chat.line.turns)):
+        terminal.note("the same text again: the model is that sure of it; /set temp 1.5, or /edit")
     if not chat.line.turns[-1].is_reply:
         chat.conversation.transcript = before
         chat.conversation.record()
         chat.note("stopped before the first word: the reply before it stays")
+
+
+def _replies(transcript: Transcript, number: int) -> list[tuple[int, ...]]:
+    """What turn `number` was, in every branch where it is a reply."""
+    lines = [transcript.line, *transcript.branches().values()]
+    turns = [line.turns[number - 1] for line in lines if len(line.turns) >= number]
+    return [turn.tokens for turn in turns if turn.is_reply and turn.tokens]
 
 
 @command("edit [turn] [text]", completes="turn")

@@ -32,10 +32,13 @@ class Tool:
 
     @property
     def spec(self) -> dict:
-        """The OpenAI form, for the chat template: nothing in it that the model must not see."""
-        inner = {"name": self.name, "parameters": self.parameters}
-        if self.description:
-            inner["description"] = self.description
+        """The OpenAI form, for the chat template: nothing in it that the model must not see.
+
+        In the order in which everybody writes it: templates draw it so, and a model that has always
+        seen the description first may not know the tool otherwise.
+        """
+        told = {"description": self.description} if self.description else {}
+        inner = {"name": self.name, **told, "parameters": self.parameters}
         return {"type": "function", "function": inner}
 
     @property
