@@ -582,8 +582,13 @@ def doctor(
     reset_costs: Annotated[
         bool, typer.Option("--reset-costs", help="Forget what calls cost here, and exit.")
     ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Measure all in minutes, as JSON to send to us.", metavar="FILE"),
+    ] = None,
 ) -> None:
     """Say what this machine gives: backend, BLAS, prices, versions, a tiny proof, what is slow."""
     from ds4cli import doctor as task
 
-    raise typer.Exit(task.run(run.settings, reset_costs))
+    refuse_both(reset_costs=reset_costs, report=report is not None)
+    raise typer.Exit(task.run(run.settings, reset_costs, report))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 from collections.abc import Iterator
@@ -10,8 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds4cli import generate, terminal
+from ds4cli import generate, signals, terminal
 from ds4cli.backend import blas, precision
+from ds4cli.bench import files
 from ds4cli.settings import Settings, cache_folder
 
 if TYPE_CHECKING:
@@ -21,10 +23,12 @@ PROOF_TOKENS = 24
 PACKAGES = ("ds4cli", "mlx", "mlx-lm", "transformers", "llguidance", "typer", "rich")
 
 
-def run(settings: Settings, reset_costs: bool = False) -> int:
-    """Say it all. Returns the exit code: 1 if the proof fails."""
+def run(settings: Settings, reset_costs: bool = False, report: Path | None = None) -> int:
+    """Say it all, or write the report. Returns the exit code: 1 if the proof fails."""
     if reset_costs:
         return _reset()
+    if report is not None:
+        return _report(settings, report)
     engine = generate.load_engine(settings, quiet=True)
     for title, lines in (
         ("versions", versions()),
@@ -37,6 +41,20 @@ def run(settings: Settings, reset_costs: bool = False) -> int:
     failed = proof(engine)
     word = failed or "going back and guessing change nothing"
     terminal.write(f"proof\n  {word}\n")
+    return 1 if failed else 0
+
+
+def _report(settings: Settings, path: Path) -> int:
+    """Measure what this machine does, into a file that can be sent: none of the user's texts."""
+    files.write_text(path, "")  # before anything is measured
+    engine = generate.load_engine(settings, quiet=True)
+    from ds4cli.bench import doctor as measurements
+
+    with signals.interrupts_raised():
+        found = measurements.report(engine, lambda part: terminal.note(f"measuring: {part}"))
+    files.write_text(path, json.dumps(found, indent=1) + "\n")
+    failed = [name for name, part in found.items() if isinstance(part, dict) and "failed" in part]
+    terminal.note(f"written to {path}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0
 
 

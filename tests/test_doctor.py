@@ -4,8 +4,10 @@ import json
 
 import pytest
 from oracle import engine
+from typer.testing import CliRunner
 
 from ds4cli.bench import doctor
+from ds4cli.cli import app
 from ds4cli.tape import Tape
 
 
@@ -22,6 +24,7 @@ def test_the_report_is_data_and_every_part_is_there(hybrid, monkeypatch):
     monkeypatch.setitem(doctor.PARTS, "divergence", lambda e: doctor.divergence(e, 1, 8))
     monkeypatch.setitem(doctor.PARTS, "call_seconds", lambda e: doctor.call_seconds(e, (16,)))
     monkeypatch.setitem(doctor.PARTS, "noise", lambda e: 1 / 0)
+    monkeypatch.setitem(doctor.PARTS, "families", lambda e: {})
     found = json.loads(json.dumps(doctor.report(hybrid)))
     assert list(found) == list(doctor.PARTS)
     failed = {name for name, part in found.items() if isinstance(part, dict) and "failed" in part}
@@ -80,3 +83,32 @@ def test_lists_of_costs_without_a_folder_for_them(monkeypatch):
 
     monkeypatch.setattr(doctor, "cache_folder", lambda: None)
     assert doctor._reset() == 0
+
+
+def test_families_are_measured_on_tiny_models(monkeypatch):
+    """Guards: a family that is passed over, or one whose failure takes the others with it."""
+    monkeypatch.setattr(doctor, "_recurrent", lambda: ["mamba2", "lfm2", "no such"])
+    found = doctor.families((5, 8))
+    assert set(found["mamba2"]) == {"float32", "bfloat16", "4 bit"}
+    for name in ("mamba2", "lfm2"):
+        errors = [e for kind in found[name].values() for e in kind.values()]
+        assert len(errors) == 6 and all(error < 0.1 for error in errors)
+    assert "problem" in found["no such"]["float32"]
+
+
+def test_a_family_is_measured_if_it_has_a_recurrence():
+    """Guards: a family that a Mac user's report says nothing of."""
+    assert doctor._replayed("mamba2") and doctor._replayed("lfm2")
+    assert not doctor._replayed("llama")
+
+
+def test_the_command_writes_the_report(model_folder, tmp_path, monkeypatch):
+    """Guards: minutes of measuring, and then a file that cannot be written."""
+    monkeypatch.setattr(doctor, "PARTS", {"system": doctor.system, "bad": lambda engine: 1 / 0})
+    path = tmp_path / "report.json"
+    words = ["doctor", "-m", str(model_folder), "--report"]
+    done = CliRunner().invoke(app, [*words, str(path)])
+    assert done.exit_code == 1 and "failed: bad" in done.stderr.replace("\n", " ")
+    assert json.loads(path.read_text())["system"]["model"]
+    done = CliRunner().invoke(app, [*words, str(tmp_path / "no" / "report.json")])
+    assert done.exit_code == 2 and "measuring" not in done.stderr

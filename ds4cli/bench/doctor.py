@@ -18,15 +18,17 @@ import mlx.nn as nn
 
 from ds4cli.arrays import integer, integers, named_leaves, number
 from ds4cli.backend import disk, memory
-from ds4cli.bench import machine
+from ds4cli.bench import machine, tiny
 from ds4cli.caches import build_caches
 from ds4cli.engine.engine import Armed
 from ds4cli.sampling import Noise
 from ds4cli.tape import Recorder, self_check
+from ds4cli.tape.check import arrays_caches, long_error
 
 if TYPE_CHECKING:
     from ds4cli.engine.engine import Engine
 
+FAMILY_ROWS = (5, 64, 256)
 ROWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 BLOCKS = (2, 4, 5, 8, 16)
 PROMPT_TOKENS, REPLY_TOKENS = 16, 32
@@ -59,6 +61,43 @@ def replay(engine: Engine) -> dict[str, Any]:
         "refused_at_load": engine.refusal,
         "A_log": sorted({str(v.dtype) for v in decays}),
     }
+
+
+def families(rows: Sequence[int] = FAMILY_ROWS) -> dict[str, dict[str, dict[str, float | str]]]:
+    """By family and type of weights, how far recurrences that are replayed over so many single rows
+    are from a tiny model's own, in units of what is allowed; or what was raised."""
+    return {name: _by_type(name, rows) for name in _recurrent()}
+
+
+def _recurrent() -> list[str]:
+    """The tiny models with a recurrence."""
+    return [name for name in tiny.CFG if ":" not in name and _replayed(name)]
+
+
+def _replayed(name: str) -> bool:
+    try:
+        model = tiny.build(name)
+    except ImportError:  # this mlx-lm has no such family
+        return False
+    return bool(arrays_caches(build_caches(model, 0)))
+
+
+def _by_type(name: str, rows: Sequence[int]) -> dict[str, dict[str, float | str]]:
+    makers = {
+        "float32": lambda: tiny.build(name),
+        "bfloat16": lambda: tiny.build(name, dtype=mx.bfloat16),
+        "4 bit": lambda: tiny.quantise(tiny.build(name, dtype=mx.bfloat16)),
+    }
+    return {kind: _replay_errors(make, rows) for kind, make in makers.items()}
+
+
+def _replay_errors(make: Callable[[], Any], rows: Sequence[int]) -> dict[str, float | str]:
+    try:
+        model = make()
+        recorder = Recorder.arm(model)
+        return {str(n): long_error(model, recorder, build_caches(model, 0), n) for n in rows}
+    except Exception as error:
+        return {"problem": f"{type(error).__name__}: {error}"}
 
 
 # -- one row and many ------------------------------------------------------------------------------
@@ -180,7 +219,7 @@ def noise_hashes(width: int = 1000) -> dict[str, str]:
 
 
 def call_seconds(
-    engine: Engine, contexts: Sequence[int] = (64, 4096)
+    engine: Engine, contexts: Sequence[int] = (64, 4096, 32768)
 ) -> dict[int, dict[int, float]]:
     """Seconds of a call by the tokens before it and its rows; the best of a few."""
     most = (engine.context_tokens or max(contexts) + SPARE_TOKENS) - SPARE_TOKENS
@@ -252,6 +291,7 @@ PARTS: dict[str, Callable[[Engine], Any]] = {
     "system": system,
     "doubts": lambda engine: machine.doubts(),
     "replay": replay,
+    "families": lambda engine: families(),
     "row_invariance": lambda engine: row_invariance(),
     "divergence": divergence,
     "noise": lambda engine: noise_hashes(),
@@ -262,9 +302,13 @@ PARTS: dict[str, Callable[[Engine], Any]] = {
 }
 
 
-def report(engine: Engine, parts: Sequence[str] = tuple(PARTS)) -> dict[str, Any]:
-    """All of it. A part that fails says how, and the others go on."""
-    return {name: _part(PARTS[name], engine) for name in parts}
+def report(engine: Engine, begin: Callable[[str], None] = lambda part: None) -> dict[str, Any]:
+    """All of it. A part that fails says how, and the others go on. begin: told what comes next."""
+    found = {}
+    for name, measure in PARTS.items():
+        begin(name)
+        found[name] = _part(measure, engine)
+    return found
 
 
 def _part(measure: Callable[[Engine], Any], engine: Engine) -> Any:

@@ -73,18 +73,20 @@ def _replay_error(model: nn.Module, recorder: Recorder, caches: list[Any]) -> fl
         difference(tape.replay(starts, 5), reached, coarse),
         difference(tape.tail(3).replay(halfway, 3), reached, coarse),
     )
-    return max(worst, _long_error(model, recorder, caches)) if _adds_up(tape, reached) else worst
+    if not _adds_up(tape, reached):
+        return worst
+    return max(worst, long_error(model, recorder, caches, LONG_ROWS))
 
 
-def _long_error(model: nn.Module, recorder: Recorder, caches: list[Any]) -> float:
-    """The same for many calls of one row."""
+def long_error(model: nn.Module, recorder: Recorder, caches: list[Any], rows: int) -> float:
+    """The same for many calls of one row, in units of what is allowed."""
     recurrent, tapes = arrays_caches(caches), []
     starts = _slots(recurrent)
-    for _ in range(LONG_ROWS):
+    for _ in range(rows):
         tapes.append(_recorded(model, caches, 1, recorder))
         mx.async_eval(_slots(recurrent))
     tape = Tape.concat(tapes)
-    again = tape.replay(starts, LONG_ROWS)
+    again = tape.replay(starts, rows)
     return difference(again, _slots(recurrent), tape.slots_that(_is_coarse))
 
 
