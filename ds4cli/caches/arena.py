@@ -16,6 +16,8 @@ from mlx_lm.models.cache import KVCache
 
 # Columns are added in steps of so many.
 STEP = KVCache.step
+# Calls with a row that nobody has before the others are copied: most often a new lane comes.
+PATIENCE = 8
 
 
 class Seat:
@@ -136,6 +138,7 @@ class Seating:
         self._places = list(places)
         self._arenas: list[Arena] = []
         self._seats: list[weakref.ref[Seat] | None] = []  # by row; None: not taken yet
+        self._spare_calls = 0  # in a row, with rows that nobody has
 
     def seat(self, lanes: Sequence[list[Any]]) -> list[int]:
         """Give a seat to every lane whose length makes it pay; lanes: the caches of each. Returns
@@ -149,8 +152,9 @@ class Seating:
             if self._sits(cache) and cache.offset > long:
                 for layer in self._layers(caches):
                     layer.leave()
-        self._tidy(len(lanes))
-        self._admit([own for own, c in pairs if not self._sits(c) and 0 < c.offset <= short])
+        new = [own for own, c in pairs if not self._sits(c) and 0 < c.offset <= short]
+        self._tidy(len(new))
+        self._admit(new)
         rows = [c.seat.row if self._sits(c) else len(self._seats) for c in last]
         return sorted(range(len(lanes)), key=rows.__getitem__)
 
@@ -166,11 +170,15 @@ class Seating:
     def _layers(self, caches: list[Any]) -> list[Any]:
         return [_at(caches, place) for place in self._places]
 
-    def _tidy(self, lanes: int) -> None:
-        """Let rows go where many are free."""
+    def _tidy(self, new: int) -> None:
+        """Let rows go that stay free, or where most are: attention runs over all rows."""
         seats = [seat for seat in self._held() if seat is not None]
-        if len(self._seats) <= 2 * max(lanes, len(seats)):
+        needed = len(seats) + new
+        spare = len(self._seats) - needed
+        self._spare_calls = self._spare_calls + 1 if spare > 0 else 0
+        if spare <= 0 or (spare <= needed and self._spare_calls < PATIENCE):
             return
+        self._spare_calls = 0
         if not seats:
             self._arenas, self._seats = [], []
             return

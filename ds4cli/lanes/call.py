@@ -58,16 +58,15 @@ class Call:
             return False
         return x.ndim > 2 or not mx.issubdtype(x.dtype, mx.floating)
 
-    def offset(self, starts: Iterable[int]) -> LaneOffset:
+    def offset(self, starts: tuple[int, ...]) -> LaneOffset:
         """One stand-in for all layers that stand at the same positions."""
-        key = tuple(starts)
-        if key not in self._offsets:
-            self._offsets[key] = LaneOffset(key, self)
-        return self._offsets[key]
+        if starts not in self._offsets:
+            self._offsets[starts] = LaneOffset(starts, self)
+        return self._offsets[starts]
 
     def table(self, seated: Sequence[SeatedKVCache]) -> Table:
         """Where the rows of the first lanes, whose caches in one layer these are, stand."""
-        starts = tuple(cache.offset for cache in seated)
+        starts = tuple([cache.offset for cache in seated])
         if starts not in self._tables:
             seats = [cache.seat.row for cache in seated]
             height = seated[0].arena.rows
@@ -178,7 +177,7 @@ class LaneCache:
 
     @property
     def offset(self) -> LaneOffset:
-        return self.call.offset(cache.offset for cache in self.lanes)
+        return self.call.offset(tuple([cache.offset for cache in self.lanes]))
 
     def make_mask(self, N: int, *args: Any, **options: Any) -> LaneMask | None:
         if self.call.rows != N or args:

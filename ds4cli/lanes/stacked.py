@@ -50,8 +50,8 @@ def _recurrent(args: Sequence[Any]) -> LaneCache | None:
     found = [arg for arg in args if isinstance(arg, LaneCache)]
     if len(found) != 1 or type(found[0].lanes[0]) is not ArraysCache:
         return None
-    known = all(slot is not None for c in found[0].lanes for slot in c.cache)
-    return found[0] if known else None
+    missing = [True for cache in found[0].lanes for slot in cache.cache if slot is None]
+    return None if missing else found[0]
 
 
 class Group:

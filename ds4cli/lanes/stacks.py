@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from operator import is_
+from itertools import chain
 
 import mlx.core as mx
 
@@ -17,8 +17,10 @@ class Stacks:
     def joined(self, place: tuple[int, ...], lanes: list[list[mx.array]]) -> list[mx.array]:
         """The slots of the cache at `place`, (lanes, ...) each."""
         parts, wholes = self._known.get(place, ([], []))
-        if len(parts) == len(lanes) and all(map(_are_same, parts, lanes)):
-            return [*wholes]
+        if len(parts) == len(lanes):
+            pairs = zip(chain.from_iterable(parts), chain.from_iterable(lanes), strict=True)
+            if all([a is b for a, b in pairs]):
+                return [*wholes]
         return [mx.concatenate([*slot]) for slot in zip(*lanes, strict=True)]
 
     def apart(
@@ -28,7 +30,3 @@ class Stacks:
         parts = [[*own] for own in zip(*(mx.split(x, lanes) for x in slots), strict=True)]
         self._known[place] = parts, slots
         return [[*own] for own in parts]
-
-
-def _are_same(a: list, b: list) -> bool:
-    return all(map(is_, a, b))
