@@ -166,8 +166,8 @@ class OracleDrafter(Drafter):
 
     name = "oracle"
 
-    def __init__(self, truth: Sequence[int], right: float, seed: int = 0):
-        self.truth, self.right, self.key = list(truth), right, mx.random.key(seed)
+    def __init__(self, truth: Sequence[int], right: float):
+        self.truth, self.right = list(truth), right
 
     def propose(self, tokens: Sequence[int], n: int) -> list[int]:
         known = self.truth[len(tokens) : len(tokens) + n]

@@ -130,7 +130,7 @@ def test_dropped_reasoning_reads_only_what_the_template_draws_anew(hybrid_folder
 
 
 @pytest.mark.slow
-def test_an_edit_in_a_long_chat_is_ten_times_faster_than_reading_it(tmp_path_factory):
+def test_an_edit_in_a_long_chat_reads_what_was_edited(tmp_path_factory):
     """Guards: /edit of the last message at 4,096 tokens costing more than a tenth of a prefill."""
     folder = save_folder(
         tmp_path_factory.mktemp("long") / "model",
@@ -141,15 +141,11 @@ def test_an_edit_in_a_long_chat_is_ten_times_faster_than_reading_it(tmp_path_fac
     )
     engine = talk.load(folder, max_tokens=1)
     chat = talk.chat(engine)
-    begin = time.perf_counter()
     chat.take("x" * 4000)
-    fresh_s = time.perf_counter() - begin
     chat.take("a short question")
-    fed, begin = chat.counters.fed_tokens, time.perf_counter()
+    fed = chat.counters.fed_tokens
     chat.take("/edit 3 another short question")
-    edit_s = time.perf_counter() - begin
-    assert chat.counters.fed_tokens - fed <= len(chat.line.turns[2].tokens) + 32
-    assert edit_s < fresh_s / 10
+    assert chat.counters.fed_tokens - fed <= len(chat.line.turns[2].tokens) + 32 < 400
 
 
 # -- going back ----------------------------------------------------------------------------------
