@@ -25,6 +25,7 @@ from ds4cli.bench.reference import stock
 from ds4cli.engine.group import Group
 from ds4cli.rewind.timeline import Limits
 from ds4cli.settings import MAX_BLOCK_TOKENS
+from ds4cli.tokens import common_prefix
 
 Texts = list[list[int]]
 
@@ -52,10 +53,11 @@ class Ours:
     def together(self, prompts: Texts, tokens: int) -> Texts:
         reader, group = self.engine.session(), self._group
         few = Limits(MAX_BLOCK_TOKENS, reader.limits.budget_bytes, reader.limits.chunk_tokens)
-        lanes = []
-        for prompt in prompts:
-            reader.sync(prompt)
-            lanes.append(group.join(reader.fork(few), max_tokens=tokens, stop=[]))
+        common = min(common_prefix(prompts[0], prompt[:-1]) for prompt in prompts)
+        reader.sync(prompts[0][:common])
+        sessions = [reader.fork(few) for _ in prompts]
+        group.read(sessions, prompts)
+        lanes = [group.join(session, max_tokens=tokens, stop=[]) for session in sessions]
         found = {lane: [] for lane in lanes}
         while group.lanes:
             group.call()

@@ -26,6 +26,7 @@ from ds4cli.batch.desk import Desk
 from ds4cli.batch.requests import derived_seed
 from ds4cli.cli import app
 from ds4cli.engine.engine import Engine
+from ds4cli.engine.group import Group
 from ds4cli.lanes import Lanes
 from ds4cli.rewind.timeline import Timeline
 from ds4cli.settings import Settings
@@ -38,6 +39,7 @@ class Shared(Engine):
 
     sources: dict[str, Engine]
     sessions: list
+    reads: list  # tokens that branches read together
 
     @classmethod
     def load(cls, model="builtin", *, before_weights=None, **settings):
@@ -60,6 +62,14 @@ Shared.sources = {}
 def shared(monkeypatch):
     """Loading takes no time, and what was read can be counted."""
     monkeypatch.setattr(Shared, "sessions", [], raising=False)
+    monkeypatch.setattr(Shared, "reads", [], raising=False)
+    read = Group.read
+
+    def noted(*args):
+        Shared.reads.append(read(*args))
+        return Shared.reads[-1]
+
+    monkeypatch.setattr(Group, "read", noted)
     monkeypatch.setattr(generate, "_engine_class", lambda: Shared)
     return Shared
 
@@ -227,7 +237,7 @@ def test_lines_are_written_in_few_calls(shared, folders, monkeypatch):
     monkeypatch.setattr(Lanes, "call", lambda s, f, c: (calls.append(len(f)), call(s, f, c))[1])
     source = write_jsonl("in", [{"prompt": "abc"[:i]} for i in (1, 2, 3, 1, 2, 3, 1, 2)])
     assert run(source, "out", folders["llama"], {"parallel": 4, "max_tokens": 10}) == 0
-    assert calls.count(4) == len(calls) == 20
+    assert calls.count(4) == len(calls) == 2 + 20  # two to read the prompts
 
 
 def told(monkeypatch, folder: str, settings, n: int = 3, **request) -> str:
@@ -294,6 +304,22 @@ def test_the_seed_of_a_line_is_its_own(shared, folders):
     assert found["a"] != found["b"] and found["aa"] == found["bb"]
 
 
+def test_prompts_that_begin_together_are_read_in_one_call(shared, folders):
+    """Eight prompts were read one after the other; or each read again what all have in common."""
+    system, rng = {"role": "system", "content": "s" * 200}, random.Random(4)
+    texts = [words(rng, 20 + i) for i in range(4)]
+    lines = [{"messages": [system, {"role": "user", "content": text}]} for text in texts]
+    two = [f"{side * 100}{i}" for side in "ab" for i in range(2)]
+    lines += [{"messages": [{"role": "user", "content": text}]} for text in two]
+    source, outputs = write_jsonl("in", lines), []
+    for parallel in (4, 1):
+        assert run(source, f"out{parallel}", folders["qwen3_next"], {"parallel": parallel}) == 0
+        outputs.append(Path(f"out{parallel}").read_bytes())
+    assert outputs[0] == outputs[1]
+    assert len(shared.reads) == 1 and shared.reads[0] < 4 * 60
+    assert shared.sessions[0].counters.fed_tokens > 200
+
+
 # --- prefixes are read once ---------------------------------------------------------------------
 
 
@@ -314,7 +340,7 @@ def check_read_once(shared, folder: str, n: int, prefix: int, **settings) -> lis
     assert cached[0] == 0 and min(cached[1:]) >= prefix - 20
     unique = sum(u["prompt_tokens"] for u in usages) - sum(cached)
     (session,) = shared.sessions  # its branches write
-    fed = session.counters.fed_tokens
+    fed = session.counters.fed_tokens + sum(shared.reads)
     assert unique <= fed <= 1.02 * unique
     return [session, fed, unique]
 

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from ds4cli import generate
 from ds4cli.backend import memory
+from ds4cli.batch.grouping import shared_lengths
 from ds4cli.batch.width import Width
 from ds4cli.errors import Interrupted, ModelError
 from ds4cli.generate import Completion
 from ds4cli.settings import MAX_BLOCK_TOKENS
 from ds4cli.text.reasoning import ReasoningSplitter
+from ds4cli.tokens import common_prefix
 
 if TYPE_CHECKING:
     from ds4cli.batch.requests import Item
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from ds4cli.settings import Settings
     from ds4cli.structured.guards import AnyGuard
 
+# Prompts are read in one call where that reads at most so many times what is read one by one.
+MOST_MORE = 1.2
 # Of a completion without a limit.
 EXPECTED_TOKENS = 1024
 
@@ -62,6 +66,7 @@ class Answer:
 
     settings: Settings
     is_raw = is_guarded = False
+    session: Session | None = None  # one that has read the prompt
 
     def __init__(self, step: PlannedJob):
         self.step = step
@@ -145,19 +150,18 @@ class Desk:
         """How many are written at a time."""
         return 1 if self._group is None else self._width.now
 
-    @property
-    def has_room(self) -> bool:
-        """Whether another one may be begun."""
-        return len(self.writing) < self.lanes
+    def has_room(self, waiting: Sequence[Choice]) -> bool:
+        """Whether another one may be begun after these."""
+        return len(self.writing) + len(waiting) < self.lanes
 
-    def fits(self, answer: Answer) -> bool:
-        """Whether there is memory for one more: as the user says, or for its rows and, in what is
-        given to going back, for what that keeps."""
-        if self._width.is_given or not self.writing:
+    def fits(self, choice: Choice, waiting: Sequence[Choice]) -> bool:
+        """Whether there is memory for it beside these: as the user says, or for its rows and, in
+        what is given to going back, for what that keeps."""
+        others = [*self.writing, *waiting]
+        if self._width.is_given or not others:
             return True
-        rows, kept = self._bytes_of(answer)
-        rows += sum(self._bytes_of(choice.answer)[0] for choice in self.writing)
-        kept += sum(self._bytes_of(choice.answer)[1] for choice in self.writing)
+        held = [self._bytes_of(each.answer) for each in (choice, *others)]
+        rows, kept = (sum(parts) for parts in zip(*held, strict=True))
         return rows <= self._room and kept <= self._reader.limits.budget_bytes
 
     def _bytes_of(self, answer: Answer) -> tuple[int, int]:
@@ -175,19 +179,52 @@ class Desk:
         answer = choice.answer
         if answer.settings.reproducible and choice.index == 0:
             self.begin_anew()  # nothing of what was read before may shape the calls
-        reader = self._reader
-        reader.use(answer.settings)
-        reader.attempt = choice.index
-        read = self._read(answer, cancel)
+        session = answer.session or self._reader
+        session.use(answer.settings)
+        session.attempt = choice.index
+        read = self._read(answer, cancel) if answer.session is None else 0
         limits: dict[str, Any] = {"raw": answer.is_raw, "guard": guard, "cancel": cancel}
         limits |= {"max_tokens": answer.settings.max_tokens, "stop": answer.settings.stop}
         if self._group is None:
-            choice.session, choice.events = reader, reader.stream(**limits)
+            choice.session, choice.events = session, session.stream(**limits)
         else:
             self._branch(choice, limits)
-        choice.session.score(answer.item.top_logprobs)
         self.writing.append(choice)
         return read
+
+    def read_together(self, answers: Sequence[Answer]) -> int:
+        """Read the prompts of several lines in one call, if that is little more than what would be
+        read one after the other. What fails is left to `begin`. Returns the tokens read."""
+        answers = [answer for answer in answers if answer.item.n == 1]
+        prompts = [answer.prompt for answer in answers]
+        if self._group is None or len(answers) < 2:
+            return 0
+        common = min(common_prefix(prompts[0], prompt[:-1]) for prompt in prompts)
+        rows = sum(map(len, prompts)) - common * len(prompts)
+        shared = shared_lengths(prompts, self._reader.tokens)
+        one_by_one = sum(map(len, prompts)) - sum(shared)
+        beyond = max(0, common - shared[0])
+        if rows > self._reader.limits.chunk_tokens or rows + beyond > MOST_MORE * one_by_one:
+            return 0
+        try:
+            return self._read_branches(answers, common)
+        except Exception:  # whatever a line brings about, the others are not to suffer
+            for answer in answers:
+                answer.session = None
+            return 0
+
+    def _read_branches(self, answers: Sequence[Answer], common: int) -> int:
+        assert self._group is not None
+        for answer in answers:
+            self._engine.check_tokens(answer.prompt)
+        first = answers[0]
+        report = self._reader.sync(first.prompt[:common], checkpoints=first.step.checkpoints)
+        branches = [self._reader.fork(self._limits(answer)) for answer in answers]
+        read = self._group.read(branches, [answer.prompt for answer in answers])
+        for answer, branch in zip(answers, branches, strict=True):
+            branch.sync(answer.prompt)  # it stands there
+            answer.session = branch
+        return report.prefilled + report.replayed + read
 
     def begin_anew(self) -> None:
         """Read with a session that knows nothing."""
@@ -204,8 +241,9 @@ class Desk:
 
     def _branch(self, choice: Choice, limits: dict[str, Any]) -> None:
         assert self._group is not None
-        session = self._reader.fork(self._limits(choice.answer))
-        if choice.answer.is_guarded:
+        answer = choice.answer
+        session = answer.session or self._reader.fork(self._limits(answer))
+        if answer.is_guarded:
             session.checkpoint("prompt")  # a repair goes no further back
         choice.session = session
         choice.lane = self._group.join(session, **limits)

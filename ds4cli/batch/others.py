@@ -149,7 +149,7 @@ class Taker(Runner):
 
     def _given(self) -> Iterator[PlannedJob | None]:
         while True:
-            if self.desk.writing and not self._group.is_told:
+            if (self.desk.writing or self._ready) and not self._group.is_told:
                 yield None
                 continue
             move = self._group.next()

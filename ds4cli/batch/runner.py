@@ -161,6 +161,7 @@ class Runner:
         self.tally = Tally()
         self._fail_fast, self._others = fail_fast, others
         self._failed: Item | None = None  # the first one, if no further line is to be begun
+        self._ready: list[Choice] = []  # about to be begun
         self._held: Choice | None = None  # what there was no memory for yet
         self._is_last = False  # no line comes any more
         self._made_with = replies.made_with(planner.settings, planner.tools)
@@ -188,7 +189,8 @@ class Runner:
     def _steps(self, blocks: Blocks) -> Iterator[PlannedJob | None]:
         """What is to be answered, in working order; None where the next line has not come yet."""
         while self._failed is None:
-            block = blocks.take(wait=not self.desk.writing and not self._are_others_busy)
+            is_busy = self.desk.writing or self._ready or self._are_others_busy
+            block = blocks.take(wait=not is_busy)
             if block is None:
                 break
             if not block:
@@ -233,17 +235,24 @@ class Runner:
 
     def _begin_some(self, choices: Iterator[Choice | None]) -> bool:
         """Begin what there is room for; False where nothing is left to begin."""
-        while not self.cancel() and self.desk.has_room:
-            choice = self._held or next(choices, None)
-            self._held = None
-            if choice is None:
-                return not self._is_last
-            if not self.desk.fits(choice.answer):
-                self._held = choice
-                return True
-            if not choice.answer.has_failed:
+        self._fetch(choices)
+        ready, self._ready = self._ready, []
+        self.tally.read_tokens += self.desk.read_together([choice.answer for choice in ready])
+        for choice in ready:
+            if not choice.answer.has_failed and not self.cancel():
                 self._guarded(choice, self._begin)
-        return True
+        return not self._is_last or self._held is not None
+
+    def _fetch(self, choices: Iterator[Choice | None]) -> None:
+        """Take in what there is room for, and has come."""
+        while not self.cancel() and self.desk.has_room(self._ready):
+            choice, self._held = self._held or next(choices, None), None
+            if choice is None:
+                break
+            if not self.desk.fits(choice, self._ready):
+                self._held = choice
+                break
+            self._ready.append(choice)
 
     def _begin(self, choice: Choice) -> None:
         answer = choice.answer

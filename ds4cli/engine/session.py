@@ -174,6 +174,11 @@ class Session:
         return self._timeline.kept_bytes()
 
     @property
+    def timeline(self) -> Timeline:
+        """Where the session's state is, for who steps several sessions."""
+        return self._timeline
+
+    @property
     def limits(self) -> Limits:
         """How far back is kept."""
         return self._timeline.limits
