@@ -13,6 +13,7 @@ from toolkit import EOS, TOOLS, encode, pieces, play, tokenizer
 
 from ds4cli.tools import FORMATS, Guard, Tool
 from ds4cli.tools.formats import Tagged
+from ds4cli.tools.matcher import CallMatcher
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
@@ -173,6 +174,40 @@ def test_what_a_template_drops_is_null():
     assert json.loads(steps[-1].calls[0].arguments) == wanted
     bad = text.replace(f"{mark}<n>1{mark}</n>", "")
     assert events(play(Guard(wrapper, [Tool("t", "", schema)]), wrapper, bad))[-1] == "left"
+
+
+@pytest.mark.parametrize("name", ["pythonic", "pythonic_bare"])
+def test_an_apostrophe_that_nothing_escapes(name):
+    """A template that escapes nothing teaches its model so; the text is cut at the apostrophe."""
+    wrapper = tokenizer(name)
+    fmt, text = FORMATS[name], "[get_weather(city='it's St John's', days=3)]"
+    for grammar in (True, False):
+        guard = Guard(wrapper, TOOLS, use_grammar=grammar)
+        start = "" if fmt.bare else fmt.start
+        steps = play(guard, wrapper, start + text + (fmt.end or EOS))
+        calls = [call for step in steps for call in step.calls]
+        assert [json.loads(c.arguments)["city"] for c in calls] == ["it's St John's"]
+        assert "apostrophe" in calls[0].notes[0]
+    wrong = start + '[get_weather(city="Ulm"days=3)]'
+    assert play(Guard(wrapper, TOOLS), wrapper, wrong)[-1].bad_pos == len(
+        encode(wrapper, wrong.partition("days")[0])
+    )
+
+
+def test_a_grammar_that_is_given_up_is_said(monkeypatch):
+    """A call that nothing watches from some token on, and nobody knows."""
+    wrapper = tokenizer()
+    guard = Guard(wrapper, TOOLS)
+    play(guard, wrapper, CALL[:40])
+    follow = CallMatcher.follow
+
+    def broken(self, ids):
+        follow(self, ids)
+        self.live, self.gave_up = None, "out of room"
+
+    monkeypatch.setattr(CallMatcher, "follow", broken)
+    steps = play(guard, wrapper, CALL[40:], len(encode(wrapper, CALL[:40])))
+    assert steps[-1].event == "closed" and "out of room" in guard.finish("tool").reason
 
 
 BARE = [name for name, fmt in FORMATS.items() if fmt.bare]

@@ -16,7 +16,7 @@ from typing import Any
 
 import regex
 
-from ds4cli.tools.literals import BARE, ESCAPED, JSON, LOOSE, PYTHON, Syntax
+from ds4cli.tools.literals import BARE, CALLS, ESCAPED, JSON, LOOSE, PYTHON, Syntax
 
 BAR = "\uff5c"  # the full-width bar in DeepSeek's markers
 SPACE = r"[ \t\r\n]{0,8}"
@@ -97,7 +97,7 @@ class Literal:
 class Pythonic:
     """`[name(key=value, ...), ...]`, Python literals."""
 
-    values: Syntax = PYTHON
+    values: Syntax = CALLS
 
 
 @dataclass(frozen=True)

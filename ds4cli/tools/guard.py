@@ -374,6 +374,11 @@ class Guard:
 
     def finish(self, reason: str) -> GuardEnd:
         """The reply has ended for `reason`: "stop", "length", "cancelled" or "tool"."""
+        end = self._end_of_reply(reason)
+        notes = [end.reason, "" if self._limits is None else self._limits.gave_up]
+        return replace(end, reason="; ".join(filter(None, notes)))
+
+    def _end_of_reply(self, reason: str) -> GuardEnd:
         state, self._out = self._state, []
         if state.mode != "call":
             if not (self._resumable and reason in ("length", "cancelled")):

@@ -15,6 +15,8 @@ from ds4cli.tools.mend import Refused, strict
 MAX_DEPTH = 200
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 _CODE = regex.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})")
+_WORD = regex.compile(r"\w")
+APOSTROPHE = "an apostrophe in a text was not escaped"
 _BARE = regex.compile(r"[^,{}\[\]()\s][^,{}\[\]()]*")
 BARE_TEXT = r"""[^"'\[\]{}\s,()=][^,()\[\]{}=\n]*"""
 
@@ -26,7 +28,8 @@ class Syntax:
     quotes: what may stand around a text. escapes: whether a backslash escapes in it; otherwise it
     runs to the next quote. words: the constants, with their spellings, the usual one first.
     bare_keys: keys of objects stand without quotes. wraps: a value that is no text may stand
-    between quotes, too. bare_texts: a short text may stand without any. never: what its texts do
+    between quotes, too. bare_texts: a short text may stand without any. apostrophes: one
+    between two letters is a part of its text, though nothing escapes it. never: what its texts do
     not hold.
     """
 
@@ -39,6 +42,7 @@ class Syntax:
     bare_keys: bool = False
     wraps: bool = False
     bare_texts: bool = False
+    apostrophes: bool = False
     never: str = ""
 
     def spellings(self, constant: bool | None) -> tuple[str, ...]:
@@ -62,8 +66,10 @@ JSON = Syntax("json")
 PYTHON = Syntax(
     "python", ('"', "'"), true=("True", "true"), false=("False", "false"), null=("None", "null")
 )
+# Templates that write calls as Python put quotes around a text and escape nothing in it (LFM2.5).
+CALLS = replace(PYTHON, name="calls", apostrophes=True)
 # As Llama's own history shows its calls: all values quoted, or none.
-LOOSE = replace(PYTHON, name="loose", wraps=True, bare_texts=True)
+LOOSE = replace(CALLS, name="loose", wraps=True, bare_texts=True)
 BARE = Syntax("bare", ('<|"|>',), escapes=False, null=("null", "None"), bare_keys=True)
 ESCAPED = Syntax(
     "escaped",
@@ -134,7 +140,7 @@ class LiteralReader:
 
     def _string(self, quote: str) -> str:
         out: list[str] = []
-        while not self.text.startswith(quote, self.at):
+        while not self._closes(quote):
             if self.at >= len(self.text):
                 raise Refused("a string is never closed")
             if self.syntax.escapes and self.text[self.at] == "\\":
@@ -144,6 +150,18 @@ class LiteralReader:
                 self.at += 1
         self.at += len(quote)
         return "".join(out).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+    def _closes(self, quote: str) -> bool:
+        """Whether a text ends here."""
+        if not self.text.startswith(quote, self.at):
+            return False
+        around = self.text[self.at - 1], self.text[self.at + 1 : self.at + 2]
+        may_be_text = self.syntax.apostrophes and quote == "'"
+        if not may_be_text or not all(map(_WORD.fullmatch, around)):
+            return True
+        if APOSTROPHE not in self.notes:
+            self.notes.append(APOSTROPHE)
+        return False
 
     def _escape(self) -> str:
         """What a backslash and what follows stand for; an unknown escape is kept, as in Python."""

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 class Limits:
     """What a grammar lets stand in the calls of one reply, and which tokens were taken back.
 
-    notices: why the grammar was given up, should it be.
+    gave_up: why the grammar was given up, should it be.
     """
 
     def __init__(self, grammar: Grammar) -> None:
-        self.notices: list[str] = []
+        self.gave_up = ""
         self._grammar = grammar
         self._banned: dict[int, set[int]] = {}
         self._call: CallMatcher | None = None
@@ -34,8 +34,7 @@ class Limits:
             self._call = CallMatcher(self._grammar, opened, ids[0], first_text)
         self._call.follow(ids)
         if self._call.gave_up:
-            self.notices.append(f"the grammar was given up inside a call: {self._call.gave_up}")
-            self._call.gave_up = ""
+            self.gave_up = f"the grammar was given up inside a call: {self._call.gave_up}"
         return self._call if self._call.live is not None else None
 
     def ban(self, pos: int, token: int) -> None:
@@ -70,7 +69,7 @@ class CallMatcher:
     """Follows the call at `opened`, whose first token is `first` and spells `text` from the marker
     on: the marker may begin inside that token.
 
-    live: llguidance's matcher; None where it cannot follow. gave_up: why it stopped, once.
+    live: llguidance's matcher; None where it cannot follow. gave_up: why it stopped.
     """
 
     def __init__(self, grammar: Grammar, opened: int, first: int, text: str) -> None:

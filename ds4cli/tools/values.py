@@ -213,7 +213,10 @@ class Values:
         if syntax.escapes:
             never = escaped(syntax.never)
             inner = rf"[^{{q}}{never}\\]|\\([^{never}]|\n)" if never else r"[^{q}\\]|\\(.|\n)"
-            forms = [f"{q}({inner.replace('{q}', q)})*{q}" for q in syntax.quotes]
+            inside = {q: inner.replace("{q}", q) for q in syntax.quotes}
+            if syntax.apostrophes:
+                inside["'"] += r"|\w('\w)+"
+            forms = [f"{q}({inside[q]})*{q}" for q in syntax.quotes]
             forms += [BARE_TEXT] if syntax.bare_texts else []
             return self.rules.define(name, f"/{'|'.join(forms)}/")
         close = escaped(syntax.quotes[0])
