@@ -44,8 +44,8 @@ from ds4cli.rewind.horizon import Horizon
 from ds4cli.rewind.layers import Layers
 from ds4cli.rewind.timeline import Timeline
 from ds4cli.sampling import Sampler
-from ds4cli.tools.guard import GuardEnd, GuardStep
 from ds4cli.tools.parse import ParsedCall
+from ds4cli.tools.steps import GuardEnd, GuardStep, Instead
 
 EOS = 5
 CALL_TOKENS = 3
@@ -118,6 +118,14 @@ class EvenCalls:
                 return i
             left = left - 1 if left else CALL_TOKENS * opens(token)
         return len(tokens)
+
+    def instead(self, tokens, pick, size):
+        left = self.left[-1]
+        for token in tokens:
+            if left and token % 2:
+                return None
+            left = left - 1 if left else CALL_TOKENS * opens(token)
+        return Instead(self.allowed(size), "odd") if left and pick % 2 else None
 
     def forced(self, tokens):
         return []
@@ -365,7 +373,10 @@ class Course(RuleBasedStateMachine):
     @rule(index=st.integers(0, 3), depth=DEPTHS, n=LENGTHS)
     def die_between_layers(self, index, depth, n):
         layers, tokens = len(self.model.layers), self.session.tokens
-        target = [*tokens[: max(1, len(tokens) - depth)], *self.words(n)]
+        kept = max(1, len(tokens) - depth)
+        after = [*tokens, *self.session._timeline.redo_tokens][kept : kept + 1]
+        other = [(token + 1) % V for token in after]  # or nothing would have to be read
+        target = [*tokens[:kept], *other, *self.words(n)]
         with failing_layer(self.model, index % layers), pytest.raises(KeyboardInterrupt):
             self.session.sync(target)
         assert self.session.tokens == target[: self.session.pos]
