@@ -1,12 +1,15 @@
 """Several timelines in one model call: each must be what it is alone, token for token."""
 
 import gc
+import sys
 from contextlib import nullcontext
 from functools import lru_cache
+from pathlib import Path
+from unittest.mock import Mock, patch
 
 import mlx.core as mx
 import pytest
-from oracle import TOLERANCE, error, failing_layer, interrupts, prompt
+from oracle import TOLERANCE, engine, error, failing_layer, interrupts, prompt
 from tiny import CFG, build
 
 from ds4cli.caches import adapt, arena, build_caches
@@ -17,6 +20,9 @@ from ds4cli.rewind import together
 from ds4cli.rewind.timeline import Limits, Timeline
 from ds4cli.rewind.together import evaluate_together, feed_together
 from ds4cli.tape import Recorder
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import host_cost
 
 REFUSED = ("llama4", "deepseek_v41")
 FAMILIES = [name for name in CFG if ":" not in name and name not in REFUSED]
@@ -152,6 +158,42 @@ def test_disarming_gives_every_module_its_class_back():
     assert [type(m) for m in model.modules()] != classes
     lanes.disarm()
     assert [type(m) for m in model.modules()] == classes
+
+
+def test_a_model_is_tried_once():
+    """Each batch, or each retry in a chat, would pay for a dozen calls before its first token; and
+    the first of two that is over took the lanes of the other."""
+    made = engine("qwen3_next")
+    classes = [type(m) for m in made.model.modules()]
+    first = made.lanes()
+    forwards = Mock(side_effect=AssertionError("a model call"))
+    with patch.object(arm_module, "run", forwards):
+        second = made.lanes()
+    assert second is first
+    first.disarm()
+    assert [type(m) for m in made.model.modules()] != classes
+    second.disarm()
+    assert [type(m) for m in made.model.modules()] == classes
+    layer = made.model.layers[0]
+    layer.__class__ = type("Other", (type(layer),), {})
+    third = made.lanes()
+    assert third is not first
+    third.disarm()
+
+
+def test_a_joint_step_costs_the_host_about_what_a_call_alone_does():
+    """Per lane and layer, Python and nodes of the graph: on a GPU they are most of a step."""
+    lanes = Lanes.arm(armed("llama")[0], new_caches("llama"))
+    own = [timeline("llama", n) for n in (5, 6, 7, 8)]
+    for _ in range(3):
+        rows = feed_together(own, [[1]] * 4, lanes)
+        nodes = host_cost.nodes([mx.concatenate(rows)])
+        evaluate_together(own)
+        for t in own:
+            t.commit(1)
+    lanes.disarm()
+    alone = timeline("llama", 5)
+    assert nodes <= 1.3 * host_cost.nodes([alone.feed([1])])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text", "falcon_h1"])

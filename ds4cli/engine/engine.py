@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,6 +131,7 @@ class Engine(Vocabulary):
         self._group = group
         self._draft = draft
         self._head = head
+        self._lanes: Lanes | None = None
         self.experience = Experience()
         if settings.kv_bits is not None:
             check_kv_bits(model, settings.kv_bits, settings.kv_group_size)
@@ -304,7 +305,12 @@ class Engine(Vocabulary):
             raise ModelError("other ranks hold parts of the model, and follow one text at a time")
         settings, limits = self.settings, self._limits
         kv = settings.kv_bits, settings.kv_group_size
-        return Lanes.arm(self.model, lambda: build_caches(self.model, limits.slack_tokens, *kv))
+        if self._lanes is None or not self._lanes.fits:
+            new = partial(build_caches, self.model, limits.slack_tokens, *kv)
+            self._lanes = Lanes.arm(self.model, new)  # tries the model, which takes many calls
+        else:
+            self._lanes.arm_again()
+        return self._lanes
 
     def scratch_timeline(self) -> Timeline:
         """An empty timeline of the model, to try things on."""

@@ -48,10 +48,11 @@ SPREADS, SPREAD_ROWS = 3, 8
 class Lanes:
     """A model whose calls may carry several lanes. Make one with `arm`."""
 
-    def __init__(self, model: Any, swaps: Swaps, seating: Seating):
+    def __init__(self, model: Any, new_caches: Callable[[], list[Any]]):
         self.model = model
-        self._swaps = swaps
-        self._seating, self._stacks = seating, Stacks()
+        self._arming = _Arming(model, new_caches)
+        self._users = 0
+        self._seating, self._stacks = Seating(self._arming.places), Stacks()
 
     @classmethod
     def arm(cls, model: Any, new_caches: Callable[[], list[Any]]) -> Lanes:
@@ -61,11 +62,28 @@ class Lanes:
         the reason in words, where it cannot be run so. Arm it after all that changes the model's
         modules, the recorder too, and disarm it first.
         """
-        return _Arming(model, new_caches).lanes()
+        lanes = cls(model, new_caches)
+        lanes.arm_again()
+        return lanes
+
+    @property
+    def fits(self) -> bool:
+        """Whether `arm_again` is possible: the model's modules are what they were."""
+        return self._users > 0 or self._arming.fits()
+
+    def arm_again(self) -> None:
+        """The same after `disarm`, or for one more user, without trying the model again."""
+        if not self._users:
+            self._arming.arm()
+        self._users += 1
 
     def disarm(self) -> None:
-        """Give every instance its own class back. The caches of its lanes go on alone."""
-        self._swaps.undo()
+        """Give every instance its own class back, after the last user. The caches of the lanes go
+        on alone."""
+        self._users -= 1
+        if not self._users:
+            self._arming.undo()
+            self._seating, self._stacks = Seating(self._arming.places), Stacks()
 
     def seat(self, caches: Sequence[list[Any]]) -> list[int]:
         """Before each call: seats for the lanes whose caches these are. Returns the order in which
@@ -97,7 +115,10 @@ def ids(feeds: Sequence[Feed]) -> mx.array:
 
 
 class _Arming:
-    """The search for the way in which each class of modules runs on lanes."""
+    """The way in which each class of modules runs on lanes, found by trial and proved.
+
+    places: the caches that may have an arena.
+    """
 
     def __init__(self, model: Any, new_caches: Callable[[], list[Any]]):
         self._model = model
@@ -106,28 +127,38 @@ class _Arming:
         self._mixers = {id(m) for m in model.modules() if _is_mixer(m)}
         self._ways = {type(m): _first_way(type(m)) for m in model.modules() if _is_mixer(m)}
         self._swaps = Swaps()
-
-    def lanes(self) -> Lanes:
         try:
+            self.places = self._search()
+        finally:
+            self.undo()
+
+    def arm(self) -> None:
+        self._swaps = self._armed()
+
+    def undo(self) -> None:
+        self._swaps.undo()
+
+    def fits(self) -> bool:
+        """Whether the model's modules are what they were."""
+        return self._own == {id(m): type(m) for m in self._model.modules()}
+
+    def _search(self) -> list[tuple[int, ...]]:
+        places = self._probe()
+        reason = self._difference(Seating(places))
+        if reason and set(self._ways.values()) != {BY_LANE}:
+            self._ways = dict.fromkeys(self._ways, BY_LANE)
             places = self._probe()
             reason = self._difference(Seating(places))
-            if reason and set(self._ways.values()) != {BY_LANE}:
-                self._ways = dict.fromkeys(self._ways, BY_LANE)
-                places = self._probe()
-                reason = self._difference(Seating(places))
-            if reason:
-                raise ModelError(reason)
-        except BaseException:
-            self._swaps.undo()
-            raise
-        return Lanes(self._model, self._swaps, Seating(places))
+        if reason:
+            raise ModelError(reason)
+        return places
 
     def _probe(self) -> list[tuple[int, ...]]:
         """Arm the model so that calls can be built; nothing is evaluated. Returns which caches may
         have an arena: those that take the rows of all lanes at once."""
         while True:
-            self._swaps.undo()
-            self._swaps = self._armed()
+            self.undo()
+            self.arm()
             caches = [self._new_caches() for _ in START_ROWS]
             for own, n in zip(caches, START_ROWS, strict=True):
                 self._model(mx.zeros((1, n), mx.int32), cache=own)
@@ -172,19 +203,20 @@ class _Arming:
 
     def _difference(self, seating: Seating) -> str:
         """Where lanes differ from calls alone by more than rounding, in words; empty if nowhere."""
-        together = [self._new_caches() for _ in START_ROWS]
-        alone = [self._new_caches() for _ in START_ROWS]
-        for own, other, n in zip(together, alone, START_ROWS, strict=True):
-            for caches in (own, other):
-                self._model(mx.arange(1, n + 1)[None], cache=caches)
+        lengths = [sum(sizes) for sizes in zip(START_ROWS, *TRIALS, strict=True)]
+        texts = [[lane + i for i in range(1, n + 1)] for lane, n in enumerate(lengths)]
+        alone = [self._model(mx.array([text]), cache=self._new_caches())[0] for text in texts]
+        together, done = [self._new_caches() for _ in texts], list(START_ROWS)
+        for text, caches, n in zip(texts, together, done, strict=True):
+            self._model(mx.array([text[:n]]), cache=caches)
         stacks, far = Stacks(), 0.0
-        for trial, sizes in enumerate(TRIALS):
+        for sizes in TRIALS:
             order = seating.seat(together)
-            feeds = [[1 + trial + lane + i for i in range(sizes[lane])] for lane in order]
+            feeds = [texts[i][done[i] : done[i] + sizes[i]] for i in order]
             rows, _, call = run(self._model, feeds, [together[i] for i in order], stacks)
-            for i, feed, (a, b) in zip(order, feeds, call.spans, strict=True):
-                expected = self._model(mx.array([feed], mx.int32), cache=alone[i])[0]
-                far = max(far, _difference(rows[a:b], expected))
+            for i, (a, b) in zip(order, call.spans, strict=True):
+                far = max(far, _difference(rows[a:b], alone[i][done[i] : done[i] + b - a]))
+                done[i] += b - a
         far /= max(1.0, SPREADS * self._spread()) if far > 1 else 1.0
         problem = f"its lanes differ from calls alone by {far:.2g} times what is allowed"
         return problem if far > 1 else ""
