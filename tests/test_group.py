@@ -4,12 +4,13 @@ import pytest
 from oracle import Letters, OracleDrafter, check, engine, prompt
 from test_repair import PROMPT, ScriptedModel
 from test_tools_exact import BAD, LENGTH, FakeModel
-from tiny import build
+from tiny import V, build
 from toolkit import TOOLS, tokenizer
 
 from ds4cli.engine.engine import Engine
 from ds4cli.engine.group import Group
 from ds4cli.errors import ModelError
+from ds4cli.lanes import Lanes
 from ds4cli.settings import Settings
 from ds4cli.tools import Guard
 
@@ -327,6 +328,32 @@ def test_a_model_that_cannot_be_stepped_together_is_named():
     """A batch ended where one line at a time would do."""
     with pytest.raises(ModelError, match="llama4"):
         Group(engine("llama4"))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text", "rwkv7"])
+def test_texts_that_are_read_together_go_on_as_read_alone(name, monkeypatch):
+    """Texts of a batch are read in one call, of which only the last row of each is wanted."""
+    made = engine(name)
+    truth = alone(made, [{"max_tokens": 8}] * 5)
+    group, reader, joined = Group(made), made.session(), []
+    texts = [session.tokens for session in sessions(made)]
+    for kind in KINDS:
+        joined.append(reader.fork(reader.limits))
+        joined[-1].use(Settings(**kind))
+    call, made_rows = Lanes.call, []
+
+    def noted(*args):
+        found = call(*args)
+        made_rows.append(len(found[0]))
+        return found
+
+    monkeypatch.setattr(Lanes, "call", noted)
+    assert group.read(joined, texts) == sum(map(len, texts))
+    assert made_rows == [len(texts)]
+    assert all(session.logits.shape == (V,) for session in joined)
+    lanes = [group.join(session, max_tokens=8) for session in joined]
+    assert written(group, lanes) == truth
+    check(made.model, joined[1])
 
 
 def test_letters_of_every_lane_are_its_own():

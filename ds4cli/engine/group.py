@@ -300,7 +300,7 @@ class Group:
         feeds = [list(text[session.pos :]) for session, text in zip(sessions, texts, strict=True)]
         for session in sessions:
             session.recording = False
-        feed_together(timelines, feeds, self._hooks, record=False)
+        feed_together(timelines, feeds, self._hooks, record=False, last=True)
         evaluate_together(timelines)
         for session, timeline, feed in zip(sessions, timelines, feeds, strict=True):
             timeline.commit(len(feed))

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ds4cli.hooks import last_row
 from ds4cli.lanes import Lanes
 from ds4cli.rewind.layers import Layers
 from ds4cli.rewind.timeline import Opening, Timeline
@@ -19,9 +20,15 @@ Part = tuple[mx.array, Tape | None, list[mx.array]]  # logits rows, tape, what t
 
 
 def feed_together(
-    timelines: Sequence[Timeline], feeds: Sequence[Feed], lanes: Lanes, *, record: bool = True
+    timelines: Sequence[Timeline],
+    feeds: Sequence[Feed],
+    lanes: Lanes,
+    *,
+    record: bool = True,
+    last: bool = False,
 ) -> list[mx.array]:
-    """Open a block on every timeline with one model call. Returns each one's logits rows (n, V).
+    """Open a block on every timeline with one model call. Returns each one's logits rows (n, V), or
+    with `last`, where blocks are read that nobody goes back into, the last one only, (1, V).
 
     As `Timeline.feed` for each of them: nothing is published before its `commit`, and a second
     block may be opened on top, on tokens (1,) that are not known yet. If the call fails in the part
@@ -33,7 +40,7 @@ def feed_together(
     try:
         for timeline in ordered:
             openings.append(timeline.opening())
-        parts, live = _call(ordered, fed, lanes, record)
+        parts, live = _call(ordered, fed, lanes, record, last)
         for timeline, opening, feed, part in zip(ordered, openings, fed, parts, strict=True):
             timeline.open(opening, feed, *part, live)
         logits = [part[0] for part in parts]
@@ -45,7 +52,7 @@ def feed_together(
 
 
 def _call(
-    timelines: Sequence[Timeline], feeds: Sequence[Feed], lanes: Lanes, record: bool
+    timelines: Sequence[Timeline], feeds: Sequence[Feed], lanes: Lanes, record: bool, last: bool
 ) -> tuple[list[Part], Any]:
     """The model call: each timeline's part of it, and what all of them left in the layers."""
     first, sizes = timelines[0], [len(feed) for feed in feeds]
@@ -60,16 +67,26 @@ def _call(
         if record and first.recorder is not None and layers[0].recurrent:
             caches = [own.recurrent_caches for own in layers]
             tapes = [*around.enter_context(first.recorder.recording_lanes(caches, sizes))]
+        if last:
+            around.enter_context(last_row.only([end - 1 for end in accumulate(sizes)]))
         logits, live = lanes.call(feeds, [own.caches for own in layers])
     tapes = [tape if t.recording else None for t, tape in zip(timelines, tapes, strict=True)]
     hidden = zip(*(_apart(x, sizes) for x in noted), strict=True) if noted else ((),) * len(sizes)
-    return list(zip(_apart(logits, sizes), tapes, map(list, hidden), strict=True)), live
+    own = _last(logits, sizes) if last else _apart(logits, sizes)
+    return list(zip(own, tapes, map(list, hidden), strict=True)), live
 
 
 def _apart(rows: mx.array, sizes: Sequence[int]) -> list[mx.array]:
     """The rows (n, ...) of each lane, of the rows (N, ...) of all."""
     ends = list(accumulate(sizes))
     return [rows[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+def _last(logits: mx.array, sizes: Sequence[int]) -> list[mx.array]:
+    """The last row (1, V) of each lane, where a model made those only, or all rows."""
+    if len(logits) == len(sizes):
+        return [logits[i : i + 1] for i in range(len(sizes))]
+    return [rows[-1:] for rows in _apart(logits, sizes)]
 
 
 def evaluate_together(timelines: Sequence[Timeline], *arrays: mx.array, wait: bool = True) -> None:
