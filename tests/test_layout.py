@@ -32,7 +32,7 @@ LAYERS = (
     ("ranks.follower",),
     ("options", "prompt_cache"),
     ("generate", "chat", "bench", "inventory"),
-    ("batch", "doctor"),
+    ("batch", "doctor", "llm_plugin"),
     ("cli",),
     ("__main__",),
 )
