@@ -259,8 +259,8 @@ DataParallel = Annotated[
 ]
 
 
-# Commands that run a model, so that several ranks may share it.
-RUNS_A_MODEL = ("generate", "chat", "rewind-bench", "doctor")
+# Commands that several ranks may run together.
+SHARED = ("generate", "chat")
 
 
 @app.callback()
@@ -292,7 +292,7 @@ def main(
     """Speculative generation with cheap rewind on MLX."""
     gc.set_threshold(COLLECT_AFTER)
     if own_rank():
-        raise typer.Exit(_follow() if ctx.invoked_subcommand in RUNS_A_MODEL else 0)
+        raise typer.Exit(_follow() if ctx.invoked_subcommand in SHARED else 0)
 
 
 def _follow() -> int:
@@ -556,7 +556,7 @@ def rewind_bench(
         form=form, output=output, compare=compare, tolerance=tolerance, plot=plot, quiet=run.quiet,
     )  # fmt: skip
     chosen = bench.settings_for(run.settings)
-    engine = generate.load_engine(chosen, quiet=run.quiet, verbose=run.verbose)
+    engine = generate.load_engine(chosen, quiet=run.quiet, verbose=run.verbose, shares=False)
     raise typer.Exit(bench.run(engine, request))
 
 

@@ -216,6 +216,8 @@ def _join(pieces: Sequence[str]) -> str:
 def _read_stdin(stdin: TextIO | None) -> str:
     if stdin is None:
         raise UsageError("cannot read standard input: it is closed")
+    if not stdin.isatty() and not _is_for_us(stdin):
+        terminal.note("standard input is read to its end, which MLX's launcher does not pass on")
     try:
         data = stdin.buffer.read()
     except OSError as error:

@@ -219,7 +219,7 @@ class Engine(Vocabulary):
         if draft_source is not None:
             draft, more = load_weights(draft_source, chosen.dtype)
             notices += more
-        head, more = _load_head(head_source, weights, chosen)
+        head, more = _load_head(head_source, weights, chosen, share)
         engine = cls(
             weights,
             tokenizer,
@@ -475,13 +475,14 @@ def _weights(
 
 
 def _load_head(
-    source: HeadSource | None, model: Any, settings: Settings
+    source: HeadSource | None, model: Any, settings: Settings, share: Share | None
 ) -> tuple[Head | None, list[str]]:
     """The head on this model. In `auto`, one that cannot run here gives a notice."""
     if source is None:
         return None, []
     try:
-        sharding.check_ends(model)
+        if share is not None:  # proving that it fits calls the model, which the others do not
+            raise ModelError("drafting heads are not used where ranks share the model")
         head = source.load(model, mx.float32 if is_float32(model) else None)
         attention.use(head.module)
     except ModelError as error:

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from ds4cli.arrays import integer
-from ds4cli.errors import ModelError, UsageError
+from ds4cli.errors import UsageError
 from ds4cli.settings import Settings
 
 TENSOR, PIPELINE = "tensor-parallel", "pipeline"
@@ -66,20 +66,14 @@ class Share:
 
 def asked(settings: Settings) -> str:
     """How the settings want a model shared out; empty: as its code can."""
+    if settings.tensor_parallel and settings.pipeline:
+        raise UsageError("`--tensor-parallel` and `--pipeline` contradict each other", "give one")
     return TENSOR if settings.tensor_parallel else PIPELINE if settings.pipeline else ""
 
 
 def stages(model: Any) -> int:
     """How many ranks its layers run on, one after the other."""
     return getattr(getattr(model, "model", None), "pipeline_size", 1)
-
-
-def check_ends(model: Any) -> None:
-    """ModelError unless this process has every layer and the whole output projection: a drafting
-    head reads them."""
-    text = getattr(model, "language_model", model)
-    if stages(model) > 1 or getattr(text, "sharding_group", None) is not None:
-        raise ModelError("a drafting head reads layers or an output that is shared out over ranks")
 
 
 def _check_heads(config: dict[str, Any], size: int, name: str) -> None:
