@@ -25,7 +25,7 @@ from ds4cli.ranks import launch, wire
 from ds4cli.ranks.group import Leading
 
 COMMAND = [sys.executable, "-m", "ds4cli"]
-LAUNCH = [str(Path(sys.executable).with_name("mlx.launch")), "-n", "2", "--"]
+LAUNCH = str(Path(sys.executable).with_name("mlx.launch"))
 ENDLESS = ["-n", "-1", "--logit-bias", "258=-1000"]
 RUN = str(Path(__file__).with_name("rank_run.py"))
 LIMIT_S = 240  # of a run that does not hang; a machine that is busy may take that long
@@ -89,7 +89,9 @@ def test_a_launcher_starts_the_command(model_folder):
     """Guards: `mlx.launch` hangs because it holds standard input open, or both ranks print."""
     words = ["generate", "-m", model_folder, "-n", 20, "--json", "Hello"]
     alone = json.loads(done(*COMMAND, *words).stdout)
-    with started(*LAUNCH, *COMMAND, *words, stdin=subprocess.PIPE) as launched:
+    port = launch._free_ports(1)[0]
+    two = [LAUNCH, "-n", 2, "-p", port, "--"]
+    with started(*two, *COMMAND, *words, stdin=subprocess.PIPE) as launched:
         threading.Timer(LIMIT_S, launched.kill).start()
         found = json.loads(launched.stdout.read())
     assert (found["text"], found["usage"]) == (alone["text"], alone["usage"])
@@ -197,6 +199,14 @@ def test_ranks_lost_at_any_moment(model_folder):
         victim, number = f"rank {trial % 2}", (signal.SIGKILL, signal.SIGTERM)[trial // 2 % 2]
         said = lost(model_folder, victim, number, trial * 0.25)
         assert victim == "rank 0" or "rank 1" in said, (trial, said)
+
+
+def test_what_no_rank_can_do_is_said_once(model_folder):
+    """Guards: each rank complains, and the hint is lost."""
+    words = ["generate", "-m", model_folder, "--pipeline", "--local-ranks", 2, "Hello"]
+    run = done(*COMMAND, *words)
+    assert run.returncode == 2 and run.stderr.count("error:") == 1, run.stderr
+    assert "`--tensor-parallel` works" in run.stderr
 
 
 def test_an_interrupt_stops_the_reply_everywhere(model_folder):

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from ds4cli import terminal
 from ds4cli.engine.engine import Engine
-from ds4cli.errors import DS4Error, RankError
+from ds4cli.errors import DS4Error, RankError, UsageError
 from ds4cli.ranks import joining
 from ds4cli.ranks.group import END, LAST_WORDS_S, Following
 from ds4cli.rewind.timeline import Limits, Timeline
@@ -34,6 +34,8 @@ def run(works: Works) -> int:
         time.sleep(LAST_WORDS_S)
         return 1
     except Exception as error:  # whatever it is, rank 0 has to hear of it
+        if isinstance(error, UsageError):  # rank 0 finds that too, and says it with its hint
+            time.sleep(LAST_WORDS_S)
         said = error.message if isinstance(error, DS4Error) else f"{type(error).__name__}: {error}"
         group.last_words(terminal.one_line(said))
         time.sleep(LAST_WORDS_S)
