@@ -56,13 +56,19 @@ class Ours:
         common = min(common_prefix(prompts[0], prompt[:-1]) for prompt in prompts)
         reader.sync(prompts[0][:common])
         sessions = [reader.fork(few) for _ in prompts]
+        for session in sessions:
+            session.recording = False  # nothing goes back here
         group.read(sessions, prompts)
         lanes = [group.join(session, max_tokens=tokens, stop=[]) for session in sessions]
         found = {lane: [] for lane in lanes}
-        while group.lanes:
-            group.call()
-            for lane in [lane for lane in group.lanes if lane.has_step]:
-                found[lane] += next(lane.events).tokens
+        try:
+            while group.lanes:
+                group.call()
+                for lane in [lane for lane in group.lanes if lane.has_step]:
+                    found[lane] += next(lane.events).tokens
+        finally:
+            for lane in lanes:
+                group.leave(lane)
         return [found[lane] for lane in lanes]
 
 

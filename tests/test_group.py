@@ -254,6 +254,32 @@ def test_lanes_with_guesses_say_what_they_say_without(name):
     check(made.model, joined[1])
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
+def test_lanes_that_record_nothing_say_the_same_and_take_no_further_call(name):
+    """Lines that never go back paid for what going back needs; a guess that failed, without a
+    tape, took a second call."""
+    made = engine(name, speculate="always")
+    truth, group = alone(made, [{"max_tokens": 90}] * 5), Group(made)
+    joined = list(sessions(made))
+    for i, (session, (tokens, *_)) in enumerate(zip(joined, truth, strict=True)):
+        session.recording = False
+        if i % 2:
+            session.drafter = OracleDrafter([*session.tokens, *tokens], 0.7)
+    calls = [s.counters.forwards for s in joined]
+    for session in joined:
+        group.join(session, max_tokens=90)
+    while group.lanes:
+        group.call()
+        for lane in [lane for lane in group.lanes if lane.has_step]:
+            next(lane.events, None)
+            assert not lane.session.recording or group.lanes == [lane]
+    assert [s.tokens[-90:] for s in joined] == [tokens for tokens, *_ in truth]
+    for s, before in zip(joined, calls, strict=True):
+        assert s.counters.forwards - before <= s.stats.blocks + 2
+        assert s.kept_bytes()["checkpoints"] == 0
+    check(made.model, joined[1])
+
+
 class Clock:
     """Tells what calls take that cost `row` plain calls for each row beyond one a lane."""
 

@@ -243,6 +243,8 @@ class Desk:
         assert self._group is not None
         answer = choice.answer
         session = answer.session or self._reader.fork(self._limits(answer))
+        # Only a repair and a stop string go back: all else need not be recorded.
+        session.recording = answer.is_guarded or bool(answer.settings.stop)
         if answer.is_guarded:
             session.checkpoint("prompt")  # a repair goes no further back
         choice.session = session

@@ -78,6 +78,7 @@ class Lane:
         self._reply = session.reply(**limits, steps=self._steps)
         session.generation = self._reply  # its first block may be opened before it is begun
         self.timeline = self._reply.timeline
+        self._records = session.recording
         self._open: deque[Part] = deque()
         self._runs_ahead = False  # a block may be opened on top of the one that is open
         self._drafts: list[int] = []
@@ -114,6 +115,7 @@ class Lane:
         if self._alone is not None:
             self._alone.close()
             self._alone = None
+            self.session.recording = self._records
 
     # -- what the group asks ----------------------------------------------------------------------
 
@@ -156,6 +158,11 @@ class Lane:
     def size(self) -> int:
         """Rows of the next block."""
         return 1 + len(self._drafts)
+
+    def record(self, is_fed: bool) -> None:
+        """What goes back is recorded where the session does so; else in blocks with guesses only,
+        while they are fed, and nothing of it is kept."""
+        self.timeline.recording = self._records or (is_fed and bool(self._drafts))
 
     @property
     def feed(self) -> Feed:
@@ -224,6 +231,7 @@ class Lane:
         if error is not None:
             raise error
         if step is None and self._is_only:
+            self.session.recording = self._records or self.session.is_drafting
             self._alone = self._alone or self.session.steps(end)
             step = next(self._alone)
         return step or self._commit()
@@ -295,16 +303,17 @@ class Group:
 
     def read(self, sessions: Sequence[Session], texts: Sequence[Sequence[int]]) -> int:
         """Bring each session to the end of its text, which begins with what it has read, in one
-        call for all; what going back needs is kept from there on. Returns the tokens read."""
+        call for all. Nothing is kept of it to go back by. Returns the tokens read."""
         timelines = [session.timeline for session in sessions]
         feeds = [list(text[session.pos :]) for session, text in zip(sessions, texts, strict=True)]
+        kept = [session.recording for session in sessions]
         for session in sessions:
             session.recording = False
         feed_together(timelines, feeds, self._hooks, record=False, last=True)
         evaluate_together(timelines)
-        for session, timeline, feed in zip(sessions, timelines, feeds, strict=True):
+        for session, timeline, feed, own in zip(sessions, timelines, feeds, kept, strict=True):
             timeline.commit(len(feed))
-            session.recording = True
+            session.recording = own
         self._round = None
         return sum(map(len, feeds))
 
@@ -330,7 +339,13 @@ class Group:
 
     def _open(self, due: Sequence[Lane]) -> None:
         timelines, feeds = [lane.timeline for lane in due], [lane.feed for lane in due]
-        rows = self._feed(timelines, feeds)
+        try:
+            for lane in due:
+                lane.record(True)
+            rows = self._feed(timelines, feeds)
+        finally:
+            for lane in due:
+                lane.record(False)
         try:
             asked = [lane.asked(r, f) for lane, r, f in zip(due, rows, feeds, strict=True)]
             picks = Picks(pick_together(asked), len(due))
@@ -347,7 +362,8 @@ class Group:
     def _feed(self, timelines: list[Timeline], feeds: list[Feed]) -> list[mx.array]:
         if len(timelines) == 1:
             return [timelines[0].feed(feeds[0])]
-        return feed_together(timelines, feeds, self._hooks)
+        record = any(timeline.recording for timeline in timelines)
+        return feed_together(timelines, feeds, self._hooks, record=record)
 
     def part(self, error: Exception) -> None:
         """A call for all failed: what is open is undone, and each lane goes on with a call of its
