@@ -1197,6 +1197,21 @@ def test_a_folder_that_is_read_only(engine, monkeypatch, capsys):
         asked.settings_for(ChatRequest(resume=True), engine.settings, False)
 
 
+def test_two_chats_that_begin_in_one_second(engine, monkeypatch):
+    """Guards: a chat that is not kept because another one took its name first."""
+    monkeypatch.setattr(time, "strftime", lambda form: "2026-01-01-000000")
+    first, second, third = (talk.chat(engine) for _ in range(3))
+    for chat in (first, second):
+        chat.take("hello")
+    first.end()
+    third.take("hello")
+    names = [chat.name for chat in (first, second, third)]
+    assert names == ["2026-01-01-000000", "2026-01-01-000000-2", "2026-01-01-000000-3"]
+    assert all(chat.conversation.unsaved is None for chat in (first, second, third))
+    for name in names:
+        assert len(journal.read(shelf.path_of(name)).transcript.line.turns) == 2
+
+
 def test_a_clock_that_jumps(engine, monkeypatch):
     """Guards: a reply or a file that hangs on the time of day: it may be set while a chat runs."""
     days = itertools.cycle([0.0, 4e9, 1e9, 2e9, 5.0])

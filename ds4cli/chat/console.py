@@ -251,11 +251,16 @@ class Chat:
         self.name, self.is_named = name, is_named
 
     def _keep_unnamed(self) -> None:
-        name = shelf.new_name()
-        if shelf.is_writable(path := shelf.path_of(name)):
-            self.keep_as(name)
+        if shelf.is_writable(path := self._new_path()):
+            self.conversation.keep_in(path, self._new_path)
         else:
+            self.name = None
             terminal.note(f"this chat is not kept: `{path.parent}` is read-only")
+
+    def _new_path(self) -> Path:
+        """Where a chat without a name is kept; two may begin in one second."""
+        self.name, self.is_named = shelf.new_name(), False
+        return shelf.path_of(self.name)
 
     def load(self, name: str) -> None:
         """Go on with a stored session. The present chat stays in its own file."""

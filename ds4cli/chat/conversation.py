@@ -60,6 +60,7 @@ class Conversation:
         self.session: Session = engine.session()
         self.journal: Journal | None = None
         self._path: Path | None = None  # of a file that begins with the first turn
+        self._another: Callable[[], Path] | None = None
         self.unsaved: StateError | None = None
         self.use(settings)
         self.transcript = Transcript(self.scribe.begin(settings.system))
@@ -297,10 +298,11 @@ class Conversation:
 
     # -- keeping ----------------------------------------------------------------------------------
 
-    def keep_in(self, path: Path) -> None:
-        """Write the chat to a new file at `path`, from the first turn on."""
+    def keep_in(self, path: Path, another: Callable[[], Path] | None = None) -> None:
+        """Write the chat to a new file at `path`, from the first turn on. another: says where to,
+        should somebody have made that file meanwhile."""
         self.close()
-        self._path = path
+        self._path, self._another = path, another
         self.record()
 
     def record(self) -> None:
@@ -309,6 +311,8 @@ class Conversation:
         self.unsaved = None
         try:
             if self.journal is None and self._path is not None and self.line.turns:
+                if self._another is not None and self._path.exists():
+                    self._path = self._another()
                 self.journal = Journal.create(self._path, self._header())
             if self.journal is not None:
                 self.journal.record(self.transcript)
