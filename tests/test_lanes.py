@@ -14,12 +14,14 @@ from tiny import CFG, build
 
 from ds4cli.caches import adapt, arena, build_caches
 from ds4cli.errors import ModelError
+from ds4cli.hooks import cuda
 from ds4cli.lanes import Lanes
 from ds4cli.lanes import arm as arm_module
+from ds4cli.lanes.stacked import most_lanes
 from ds4cli.rewind import together
 from ds4cli.rewind.timeline import Limits, Timeline
 from ds4cli.rewind.together import evaluate_together, feed_together
-from ds4cli.tape import Recorder
+from ds4cli.tape import Recorder, Tape
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import host_cost
@@ -158,6 +160,36 @@ def test_disarming_gives_every_module_its_class_back():
     assert [type(m) for m in model.modules()] != classes
     lanes.disarm()
     assert [type(m) for m in model.modules()] == classes
+
+
+def test_batches_are_no_larger_than_a_grid(arm, monkeypatch):
+    """Sixteen lanes of a hybrid ended with an error of CUDA, here and in mlx-lm."""
+    model, _ = armed("qwen3_next")
+    mixer = model.layers[0].linear_attn
+    assert most_lanes(mixer) is None
+    with monkeypatch.context() as inside:
+        inside.setattr(cuda, "is_on", lambda: True)
+        assert most_lanes(mixer) == 65535 // mixer.conv1d.weight.shape[0]
+        assert most_lanes(model.layers[3].self_attn) is None
+    monkeypatch.setattr(arm_module, "most_lanes", lambda module: 2)
+    both, sizes = Together("qwen3_next", arm("qwen3_next"), (5, 6, 7, 8, 9)), []
+    with patch.object(mixer.conv1d.__class__, "__call__", counted_by(sizes, mixer.conv1d)):
+        both.step(((0, 0),) * 5)
+    assert max(sizes) == 2
+    both.step(((1, 0), (1, 1), (0, 0), (0, 0), (1, 1)))
+    both.rewind(4, both.timelines[4].pos - 1)
+    both.step(((0, 0),) * 5)
+
+
+def counted_by(sizes, conv):
+    """The module's call, which notes how many entries its batches have."""
+    call = type(conv).__call__
+
+    def __call__(self, x):
+        sizes.append(x.shape[0])
+        return call(self, x)
+
+    return __call__
 
 
 def test_a_model_is_tried_once():
@@ -381,3 +413,15 @@ def test_a_lane_is_saved_and_loaded_as_any_session(name, arm):
     both.timelines[1] = fresh
     both.check()
     both.step(STEPS[1])
+
+
+def test_a_short_horizon_moves_on_without_a_replay():
+    """Rows that nobody goes back to were replayed one by one, only to be dropped next: a kernel a
+    layer, lane and token."""
+    own = timeline("qwen3_next", 5, horizon=32)
+    with patch.object(Tape, "replay", side_effect=AssertionError("a replay")):
+        for _ in range(100):
+            own.feed([1])
+            own.evaluate()
+            own.commit(1)
+    assert own.rewind(own.pos - 32).forwards == 0

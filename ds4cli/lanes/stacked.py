@@ -12,34 +12,41 @@ from operator import itemgetter
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
+from ds4cli.hooks import cuda
 from ds4cli.hooks.rebind import derived
-from ds4cli.lanes.call import LaneCache, LaneError, LaneValue
+from ds4cli.lanes.call import Call, LaneCache, LaneError, LaneValue
 from ds4cli.lanes.mixers import by_lane, here
 from ds4cli.tape import frames
 
+# The most that one dimension of a grid has on CUDA.
+GRID = 65535
+
 
 @cache
-def stacked(cls: type) -> type:
-    """A subclass of a recurrent module, for calls on stand-ins."""
+def stacked(cls: type, most: int | None = None) -> type:
+    """A subclass of a recurrent module, for calls on stand-ins. most: lanes of one batch."""
     alone, one_by_one = cls.__call__, by_lane(cls).__call__
 
     def __call__(self, *args, **kwargs):
         states = None if here.sharing is not None else _recurrent((*args, *kwargs.values()))
         if states is None:
             return one_by_one(self, *args, **kwargs)
-        call = states.call
+        call, settled = states.call, []
         outputs: list[Any] = [None] * len(states.lanes)
-        for lanes in call.by_size.values():
+        for lanes in _groups(call, most):
             group = Group(states, lanes)
             own = [group.pick(arg) for arg in args]
             named = {name: group.pick(arg) for name, arg in kwargs.items()}
             output = group.run(alone, self, own, named)
-            if len(lanes) == len(outputs):
-                return _each(output, lambda x: x.reshape(1, call.rows, *x.shape[2:]))
-            for i, lane in enumerate(lanes):
+            settled += group.slots
+            for i, lane in enumerate(lanes if len(lanes) < len(outputs) else ()):
                 outputs[lane] = _each(output, itemgetter(slice(i, i + 1)))
+        call.settled[states.place] = settled
+        if len(lanes) == len(outputs):
+            return _each(output, lambda x: x.reshape(1, call.rows, *x.shape[2:]))
         return _joined(outputs)
 
     return derived(cls, __call__)
@@ -52,6 +59,28 @@ def _recurrent(args: Sequence[Any]) -> LaneCache | None:
         return None
     missing = [True for cache in found[0].lanes for slot in cache.cache if slot is None]
     return None if missing else found[0]
+
+
+def most_lanes(module: nn.Module) -> int | None:
+    """How many lanes one call of the module may have; None: any number.
+
+    On CUDA, MLX's convolutions of one channel each run in a grid of lanes times channels.
+    """
+    if not cuda.is_on():
+        return None
+    parts: list[tuple[nn.Module, type]] = [(part, type(part)) for part in module.modules()]
+    channels = [part.weight.shape[0] for part, own in parts if issubclass(own, nn.Conv1d)]
+    return max(1, GRID // max(channels)) if channels else None
+
+
+def _groups(call: Call, most: int | None) -> list[list[int]]:
+    """The lanes in batches of equally many rows, at most `most` in one, evenly."""
+    groups = []
+    for lanes in call.by_size.values():
+        parts = 1 if most is None else -(-len(lanes) // most)
+        size = -(-len(lanes) // parts)
+        groups += [lanes[i : i + size] for i in range(0, len(lanes), size)]
+    return groups
 
 
 class Group:
@@ -67,7 +96,12 @@ class Group:
         if len(lanes) > 1:
             slots = [cache.cache for cache in self._caches]
             self._stack = ArraysCache(len(slots[0]))
-            self._stack.cache = call.stacks.joined(states.place, slots)
+            self._stack.cache = call.stacks.joined((*states.place, lanes[0]), slots)
+
+    @property
+    def slots(self) -> list[mx.array]:
+        """The states of its lanes, (lanes, ...) each."""
+        return self._stack.cache
 
     def pick(self, arg: Any) -> Any:
         """What the batch gets for an argument."""
@@ -108,12 +142,10 @@ class Group:
 
     def _hand_out(self) -> None:
         """The states of the batch, to each lane's own cache."""
-        call, place = self._states.call, self._states.place
-        parts = call.stacks.apart(place, self._stack.cache, len(self._lanes))
+        place = *self._states.place, self._lanes[0]
+        parts = self._states.call.stacks.apart(place, self.slots, len(self._lanes))
         for own, states in zip(self._caches, parts, strict=True):
             own.cache = states
-        if self._all:
-            call.settled[place] = self._stack.cache
 
 
 def _each(output: Any, change: Callable[[mx.array], mx.array]) -> Any:

@@ -15,7 +15,8 @@ class Stacks:
         self._known: dict[tuple[int, ...], tuple[list[list], list]] = {}
 
     def joined(self, place: tuple[int, ...], lanes: list[list[mx.array]]) -> list[mx.array]:
-        """The slots of the cache at `place`, (lanes, ...) each."""
+        """The slots of the cache at `place`, (lanes, ...) each. place: of the cache, and the first
+        lane's number."""
         parts, wholes = self._known.get(place, ([], []))
         if len(parts) == len(lanes):
             pairs = zip(chain.from_iterable(parts), chain.from_iterable(lanes), strict=True)

@@ -359,8 +359,12 @@ class Horizon:
             return
         starts = [s.start for s in self.segments if s.checkpoint is not None or s.tape is None]
         start = max((p for p in starts if p <= pos), default=self.segments[0].start)
-        while self.segments[0].start < start:
-            self._drop_first()
+        kept = [s for s in self.segments if s.start >= start]
+        if len(kept) < len(self.segments):
+            row = self.row(start) if start in self.rows() else None
+            self.start_row = None  # at no time the row of another position
+            self.segments = kept
+            self.start_row = row
 
     def _drop_first(self) -> None:
         """Start one segment later; its checkpoint is replayed there if none was kept."""
