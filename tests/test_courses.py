@@ -270,14 +270,15 @@ class Course(RuleBasedStateMachine):
     def checkpoint(self, kind):
         self.session.checkpoint(kind)
 
-    @rule(depth=st.integers(0, 3), n=LENGTHS, ahead=st.integers(1, 8))
+    @rule(depth=st.sampled_from((1, 2, 0, 3)), n=LENGTHS, ahead=st.integers(1, 8))
     def detour(self, depth, n, ahead):
-        """Mark a place, go on, back to before it, and over it with another text."""
+        """Mark a place, go on, back to before it, and over it with another text that is longer than
+        most records."""
         marked = self.session.pos
         self.session.checkpoint("turn")
         self.session.sync([*self.session.tokens, *self.words(ahead)])
         self.rewind(ahead + depth)
-        self.session.sync([*self.session.tokens, *self.words(n + 8)])
+        self.session.sync([*self.session.tokens, *self.words(n + 25)])
         if self.session.pos > marked:
             self.session.rewind(marked)
 
@@ -339,6 +340,12 @@ class Course(RuleBasedStateMachine):
         self.others.append((self.session, self.session.tokens))
         self.session = session
         assert session.tokens == tokens
+        self.go_on()
+
+    @rule()
+    def go_on(self):
+        """One token more: the kept logits say nothing about the layers."""
+        self.session.sync([*self.session.tokens, *self.words(1)])
 
     @rule()
     def save_and_load(self):
@@ -354,7 +361,8 @@ class Course(RuleBasedStateMachine):
 
     @rule(depth=DEPTHS)
     def retry(self, depth):
-        self.session.rewind(max(1, self.session.pos - depth))
+        if depth:
+            self.session.rewind(max(1, self.session.pos - depth))
         self.session.attempt += 1
 
     @rule(temp=st.sampled_from((0.0, 0.8)), penalty=st.sampled_from((1.0, 1.5)))
@@ -432,6 +440,8 @@ class Course(RuleBasedStateMachine):
             assert session.tokens == tokens
             self.session = session
             self.holds(session)
+            self.go_on()
+            self.holds(session)
 
 
 def run(name, folder, **how):
@@ -451,7 +461,9 @@ COURSES = [*FAMILIES, "llama kv"]
 )
 def test_any_course_is_exact(name, tmp_path):
     """Any order of what a session can do, drafted and plain, under any limits."""
-    run(name, tmp_path, max_examples=4, stateful_step_count=14, derandomize=True)
+    # Rounded to few bits, stock caches differ from themselves: each check reads the text ten times.
+    examples = 1 if name in ("llama kv", "deepseek_v41") else 4
+    run(name, tmp_path, max_examples=examples, stateful_step_count=14, derandomize=True)
 
 
 @pytest.mark.slow
