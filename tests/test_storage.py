@@ -214,3 +214,20 @@ def test_a_state_of_another_shape_is_refused(tmp_path, wrong):
     change(tmp_path / "s", WRONG[wrong])
     with pytest.raises(StateError):
         load(tmp_path / "s")
+
+
+def test_the_digest_covers_names_types_and_shapes():
+    """Rows that change their places, or numbers read as other ones, with the same bytes."""
+    facts, x = {"format": "f", "fingerprint": "p", "body": "b"}, mx.arange(6, dtype=mx.int32)
+    others = {"a": x.reshape(2, 3)}, {"a": x.reshape(3, 2)}, {"a": mx.view(x, mx.uint32)}, {"b": x}
+    found = [storage.digest(facts, arrays) for arrays in ({"a": x}, *others)]
+    found += [storage.digest({**facts, key: "x"}, {"a": x}) for key in facts]
+    assert len(set(found)) == len(found)
+
+
+def test_another_models_file_is_named(tmp_path):
+    """Of several files, which one is wrong?"""
+    storage.write(tmp_path / "mine", {"tokens": []}, "one")
+    assert storage.read(tmp_path / "mine", "one") == {"tokens": []}
+    with pytest.raises(StateError, match="mine` belongs to another model"):
+        storage.read(tmp_path / "mine", "two")
