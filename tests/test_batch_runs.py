@@ -275,6 +275,15 @@ def test_a_failure_ends_what_is_begun_before_it_stops_a_fail_fast_run(shared, fo
     assert [r["error"] is None for r in read_jsonl("out")] == [True, True, False]
 
 
+def test_a_joint_reading_that_fails_is_made_one_by_one(shared, folders, monkeypatch):
+    """Four lines had no answer because their prompts could not be read together."""
+    source = write_jsonl("in", [{"prompt": f"a{i}"} for i in range(5)])
+    assert run(source, "whole", folders["qwen3_next"]) == 0
+    monkeypatch.setattr(Group, "read", lambda *_: 1 / 0)
+    assert run(source, "out", folders["qwen3_next"]) == 0
+    assert Path("out").read_bytes() == Path("whole").read_bytes()
+
+
 def test_lanes_are_as_many_as_there_is_memory_for(shared, folders, monkeypatch):
     """`auto` filled the memory of a small machine with the texts of 32 lines."""
     begun = []

@@ -197,7 +197,7 @@ class Desk:
         read one after the other. What fails is left to `begin`. Returns the tokens read."""
         answers = [answer for answer in answers if answer.item.n == 1]
         prompts = [answer.prompt for answer in answers]
-        if self._group is None or len(answers) < 2:
+        if self._group is None or self._group.is_apart or len(answers) < 2:
             return 0
         common = min(common_prefix(prompts[0], prompt[:-1]) for prompt in prompts)
         rows = sum(map(len, prompts)) - common * len(prompts)

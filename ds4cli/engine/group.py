@@ -279,7 +279,7 @@ class Group:
         self._round: tuple[float, int, int, int] | None = None
         self._hooks = engine.lanes()
         self._warn = warn
-        self._is_apart = False  # one after the other, because calls for all fail
+        self.is_apart = False  # one after the other, because calls for all fail
 
     def close(self) -> None:
         """No lane is written any more; the model is as it was."""
@@ -322,7 +322,7 @@ class Group:
     def call(self) -> None:
         """Open the next block of every lane that has no step to take, all in one model call."""
         due = self._due()
-        if self._is_apart:
+        if self.is_apart:
             self._call_each(due)
         elif due:
             self._time(due)
@@ -372,7 +372,7 @@ class Group:
             lane.forget()
         due = self._due()
         if not self._call_each(due):
-            self._is_apart = True
+            self.is_apart = True
             self._warn(f"one at a time from here on, for a call for {len(due)} failed: {error}")
 
     def _call_each(self, due: Sequence[Lane]) -> int:
