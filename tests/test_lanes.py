@@ -192,6 +192,14 @@ def counted_by(sizes, conv):
     return __call__
 
 
+@pytest.mark.parametrize(("name", "is_refused"), [("qwen3_next", True), ("llama", False)])
+def test_recurrences_are_not_called_together_on_cuda(monkeypatch, name, is_refused):
+    """Guards: a batch that ends in an error of MLX's, after which no call works."""
+    monkeypatch.setattr(cuda, "is_backend", lambda: True)
+    with pytest.raises(ModelError, match="on CUDA") if is_refused else nullcontext():
+        engine(name).lanes().disarm()
+
+
 def test_a_model_is_tried_once():
     """Each batch, or each retry in a chat, would pay for a dozen calls before its first token; and
     the first of two that is over took the lanes of the other."""

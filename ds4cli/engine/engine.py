@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
 
 from ds4cli import __version__
 from ds4cli.arrays import named_leaves
@@ -46,7 +47,7 @@ from ds4cli.models.weights import embedding_rows, is_float32, load_weights
 from ds4cli.rewind.timeline import Limits, Timeline
 from ds4cli.sampling import Sampler, check_bias
 from ds4cli.settings import Settings, cache_folder
-from ds4cli.tape import Recorder
+from ds4cli.tape import Recorder, arrays_caches
 from ds4cli.tape.check import self_check
 from ds4cli.text.tokenizer import Vocabulary
 
@@ -303,6 +304,9 @@ class Engine(Vocabulary):
         reason."""
         if self.is_shared:
             raise ModelError("other ranks hold parts of the model, and follow one text at a time")
+        if cuda.is_backend() and arrays_caches(make_prompt_cache(self.model)):
+            # Seen with mlx 0.32.4: a kernel that cannot be started, and no call works after that.
+            raise ModelError("MLX fails on CUDA in calls of many rows of recurrent layers")
         settings, limits = self.settings, self._limits
         kv = settings.kv_bits, settings.kv_group_size
         if self._lanes is None or not self._lanes.fits:

@@ -13,8 +13,11 @@ import mlx.core as mx
 from ds4cli import settings
 
 
+def is_backend() -> bool:
+    """Whether models run on CUDA here."""
+    return mx.cuda.is_available() and mx.default_device() == mx.gpu
+
+
 def is_on() -> bool:
     """Whether these forms are used here."""
-    if settings.variable("CUDA_FORMS") == "none":
-        return False
-    return mx.cuda.is_available() and mx.default_device() == mx.gpu
+    return settings.variable("CUDA_FORMS") != "none" and is_backend()
