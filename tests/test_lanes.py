@@ -15,7 +15,7 @@ from tiny import CFG, build
 from ds4cli.caches import adapt, arena, build_caches
 from ds4cli.errors import ModelError
 from ds4cli.hooks import cuda
-from ds4cli.lanes import Lanes
+from ds4cli.lanes import Lanes, attention
 from ds4cli.lanes import arm as arm_module
 from ds4cli.lanes.stacked import most_lanes
 from ds4cli.rewind import together
@@ -179,6 +179,14 @@ def test_batches_are_no_larger_than_a_grid(arm, monkeypatch):
     both.step(((1, 0), (1, 1), (0, 0), (0, 0), (1, 1)))
     both.rewind(4, both.timelines[4].pos - 1)
     both.step(((0, 0),) * 5)
+
+
+def test_long_blocks_are_turned_lane_by_lane(arm, monkeypatch):
+    """Rows as a batch went beyond the grid of a GPU's kernel where prompts are read together."""
+    monkeypatch.setattr(attention, "MOST_ENTRIES", 16)
+    both = Together("llama", arm("llama"))
+    both.step(((4, 4), (0, 0), (2, 1)))
+    both.step(STEPS[0])
 
 
 def counted_by(sizes, conv):

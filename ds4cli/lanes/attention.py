@@ -30,6 +30,8 @@ from ds4cli.lanes.call import (
 )
 
 NAME = "scaled_dot_product_attention"
+# Heads times rows that are turned as a batch: on CUDA a grid of these has at most 65,535.
+MOST_ENTRIES = 2**15
 
 
 def is_plain(cls: type) -> bool:
@@ -113,6 +115,10 @@ def at_positions(cls: type) -> type:
             return inner(self, x, offset, *args, **kwargs)
         if x.ndim != 4 or x.shape[2] != offset.call.rows:
             raise LaneError("a rotation of something else than rows")
+        if x.shape[1] * x.shape[2] > MOST_ENTRIES:
+            pairs = zip(offset.call.spans, offset.lanes, strict=True)
+            lanes = [inner(self, x[:, :, a:b], at, *args, **kwargs) for (a, b), at in pairs]
+            return mx.concatenate(lanes, axis=2)
         # (1, heads, N, dim): every row becomes an entry of a batch, with a position of its own.
         return inner(self, x.swapaxes(0, 2), offset.positions, *args, **kwargs).swapaxes(0, 2)
 
