@@ -120,7 +120,7 @@ def test_a_stream_ends_at_its_limit_when_the_session_was_moved_past_it():
     assert session.tokens == prompt(30)
 
 
-@pytest.mark.parametrize("place", ["_drop_first", "append", "_merge", "_trim"])
+@pytest.mark.parametrize("place", ["_drop_before", "append", "_merge", "_trim"])
 def test_an_error_while_a_block_is_remembered_undoes_the_block(place, monkeypatch):
     """A step that raised had committed its tokens already, and nobody had seen them."""
     session = session_of("qwen3_next", prompt(20), horizon_tokens=16)
