@@ -179,7 +179,7 @@ def closes(schema, arguments, name="json_tools"):
     guard = build(schema, name)
     text = f'<tool_call>{{"name": "t", "arguments": {arguments}}}</tool_call>'
     step = play(guard, tokenizer(name), text)[-1]
-    return step.event == "closed" and not step.counted.calls.notes
+    return step.event == "closed" and not step.calls[0].notes
 
 
 NESTED = {
