@@ -189,6 +189,7 @@ class Desk:
             choice.session, choice.events = session, session.stream(**limits)
         else:
             self._branch(choice, limits)
+        choice.session.score(answer.item.top_logprobs)
         self.writing.append(choice)
         return read
 
