@@ -15,11 +15,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+from ds4cli import Engine
+
+# ruff: noqa: I001  (the package chooses a BLAS before mlx is imported)
 import mlx.core as mx
 from mlx_lm import batch_generate
 from mlx_lm.generate import generate_step
 
-from ds4cli import Engine
 from ds4cli.bench.corpus import Corpus
 from ds4cli.bench.reference import stock
 from ds4cli.engine.group import Group
