@@ -168,8 +168,7 @@ class Desk:
         """What a branch holds at its end, about: in its caches, and for going back."""
         most = answer.settings.max_tokens
         tokens = len(answer.prompt) + (most if most >= 0 else EXPECTED_TOKENS)
-        layers = self._engine.capabilities.layers
-        row = sum(layer.bytes_per_token for layer in layers if layer.kind != "recurrent")
+        row = self._engine.capabilities.cache_bytes_per_token
         return tokens * row, self._reader.record_bytes(self._limits(answer))
 
     # -- reading ----------------------------------------------------------------------------------

@@ -14,13 +14,14 @@ class LayerKind:
     """All layers of one cache kind: how many, how they go back, what a position costs them all.
 
     bytes_per_token: cache rows, and for recurrent layers the tape's rows within the horizon; 0 for
-    a window, whose size is fixed.
+    a window, whose size is fixed. seekable: a cursor moves them; else they are recurrent.
     """
 
     kind: str
     count: int
     how: str
     bytes_per_token: int
+    seekable: bool = True
 
     def __str__(self) -> str:
         cost = f" ({self.bytes_per_token:,} bytes a token)" if self.bytes_per_token else ""
@@ -39,6 +40,16 @@ class Capabilities:
     recurrences: list[str]
     max_rollback: int | None
     refusal: str = ""
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some layers hold a state that no cursor moves."""
+        return not all(layer.seekable for layer in self.layers)
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """What a position costs in the caches alone, without what is recorded to go back by."""
+        return sum(layer.bytes_per_token for layer in self.layers if layer.seekable)
 
     def __str__(self) -> str:
         lines = [str(layer) for layer in self.layers]
@@ -67,4 +78,4 @@ def _layer_kind(timeline: Timeline, kind: str, adapters: list[LayerAdapter]) -> 
         cost = timeline.tape_bytes_per_token
         if timeline.recorder is None:
             how = "a kept state restored, what follows fed again (replay is refused)"
-    return LayerKind(kind, len(adapters), how, cost)
+    return LayerKind(kind, len(adapters), how, cost, adapters[0].seekable)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
 from ds4cli import __version__
 from ds4cli.arrays import named_leaves
@@ -47,7 +46,7 @@ from ds4cli.models.weights import embedding_rows, is_float32, load_weights
 from ds4cli.rewind.timeline import Limits, Timeline
 from ds4cli.sampling import Sampler, check_bias
 from ds4cli.settings import Settings, cache_folder
-from ds4cli.tape import Recorder, arrays_caches
+from ds4cli.tape import Recorder
 from ds4cli.tape.check import self_check
 from ds4cli.text.tokenizer import Vocabulary
 
@@ -245,7 +244,7 @@ class Engine(Vocabulary):
         from ds4cli.ranks.group import versions
 
         try:
-            layers = self.capabilities.layers
+            capabilities = self.capabilities
         except (ValueError, TypeError) as error:
             reason = f"mlx-lm cannot share this model out over {group.size} ranks: {error}"
             raise ModelError(reason) from None
@@ -255,8 +254,8 @@ class Engine(Vocabulary):
                 "model": self.fingerprint,
                 "versions": versions(),
                 "type of weights": f"float32={is_float32(self.model)}",
-                "layers": [f"{x.count} x {x.kind}" for x in layers if holds_all],
-                "whether layers are recurrent": any(x.kind == "recurrent" for x in layers),
+                "layers": [f"{x.count} x {x.kind}" for x in capabilities.layers if holds_all],
+                "whether layers are recurrent": capabilities.is_recurrent,
                 "way back": self.refusal,
             }
         )
@@ -269,8 +268,8 @@ class Engine(Vocabulary):
         parts = [part for part in (self.model, self._draft, head) if part is not None]
         weights = sum(v.nbytes for part in parts for _, v in named_leaves(part.parameters()))
         tokens = min(self.context_tokens or EXPECTED_TOKENS, EXPECTED_TOKENS)
-        rows = (x.bytes_per_token for x in self.capabilities.layers if x.kind != "recurrent")
-        more = tokens * sum(rows) + (self.settings.rewind_mb << 20)
+        rows = self.capabilities.cache_bytes_per_token
+        more = tokens * rows + (self.settings.rewind_mb << 20)
         self.warnings += memory.WIRING.ask(self, weights, more)
 
     # -- what calls cost --------------------------------------------------------------------------
@@ -304,7 +303,7 @@ class Engine(Vocabulary):
         reason."""
         if self.is_shared:
             raise ModelError("other ranks hold parts of the model, and follow one text at a time")
-        if cuda.is_backend() and arrays_caches(make_prompt_cache(self.model)):
+        if cuda.is_backend() and self.capabilities.is_recurrent:
             # Seen with mlx 0.32.4: a kernel that cannot be started, and no call works after that.
             raise ModelError("MLX fails on CUDA in calls of many rows of recurrent layers")
         settings, limits = self.settings, self._limits
