@@ -393,7 +393,7 @@ def _kind_words(option: Option) -> str:
         dict: "token ids with numbers",
         Table: "a JSON object without null",
     }
-    return words[option.kind]
+    return f"{AUTO}, or {words[option.kind]}" if option.auto else words[option.kind]
 
 
 def _choice_hint(value: str, choices: tuple[str, ...]) -> str:

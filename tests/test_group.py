@@ -1,5 +1,6 @@
 """Sessions stepped together: each says what it says alone, whatever happens to the others."""
 
+import mlx.core as mx
 import pytest
 from oracle import Letters, OracleDrafter, check, engine, prompt
 from test_repair import PROMPT, ScriptedModel
@@ -7,6 +8,7 @@ from test_tools_exact import BAD, LENGTH, FakeModel
 from tiny import V, build
 from toolkit import TOOLS, tokenizer
 
+from ds4cli.caches.arena import SeatedKVCache
 from ds4cli.engine.engine import Engine
 from ds4cli.engine.group import Group
 from ds4cli.errors import ModelError
@@ -187,6 +189,59 @@ def test_numbers_that_are_none_cost_one_lane():
             except ModelError as error:
                 found[lane] = str(error)
     assert [i for i, lane in enumerate(lanes) if found[lane]] == [2]
+    for i in (0, 1, 3, 4):
+        assert joined[i].tokens[-12:] == truth[i][0]
+
+
+def rounds(group, most=None):
+    """Read the lanes, so many rounds or to their end. Returns what each lane's reply raised."""
+    failed = {}
+    while group.lanes and most != 0:
+        most = None if most is None else most - 1
+        group.call()
+        for lane in [lane for lane in group.lanes if lane.has_step]:
+            try:
+                next(lane.events, None)
+            except ModelError as error:
+                failed[lane] = error
+    return failed
+
+
+def test_rows_that_a_guess_left_behind_are_cleared():
+    """A guess whose values overflow leaves its lane without numbers, kept or not, as long as others
+    are longer: masked, it counts 0 times what is none."""
+    made = engine("llama")
+    truth, group = alone(made, [{"max_tokens": 12}] * 5), Group(made)
+    joined = list(sessions(made))
+    for session in joined:
+        group.join(session, max_tokens=12)
+    rounds(group, 4)
+    row, behind = joined[1].timeline.caches[0], joined[1].pos + 3
+    assert behind < joined[4].pos
+    row.arena.values[row.seat.row, :, behind] = mx.nan
+    assert not rounds(group)
+    assert [s.tokens[-12:] for s in joined] == [tokens for tokens, *_ in truth]
+
+
+def test_a_lane_without_numbers_leaves_a_clean_seat():
+    """Who was given the row of a lane that had failed said nothing but token 0; one that failed and
+    was kept held its row, and every call computed it."""
+    made = engine("llama")
+    truth, group = alone(made, [{"max_tokens": 12}] * 5), Group(made)
+    joined = list(sessions(made))
+    lanes = [group.join(session, max_tokens=12) for session in joined[:4]]
+    rounds(group, 4)
+    row = joined[2].timeline.caches[0]
+    arena, seat = row.arena, row.seat.row
+    arena.values[seat] = mx.nan
+    failed = rounds(group, 2)
+    assert list(failed) == [lanes[2]] and not isinstance(row, SeatedKVCache)
+    arena.values[seat] = mx.nan  # what else a call may have left there
+    group.join(joined[4], max_tokens=12)
+    assert not rounds(group, 1)
+    taken = joined[4].timeline.caches[0]
+    assert taken.arena is arena and taken.seat.row == seat and arena.rows == 4
+    assert not rounds(group)
     for i in (0, 1, 3, 4):
         assert joined[i].tokens[-12:] == truth[i][0]
 

@@ -59,6 +59,7 @@ def test_two_fields_never_share_a_flag():
         ('temp = "hot"', "`temp` wants a number", None),
         ("temp = true", "`temp` wants a number", None),
         ("seed = 1.5", "`seed` wants a whole number", None),
+        ("parallel = 'x'", "`parallel` wants auto, or a whole number, not `x`", None),
         ("temp = inf", "`temp` wants a number", None),
         ("top_p = 0", "`top_p` cannot be `0`", "it wants above 0, at most 1"),
         ("max_tokens = 0", "`max_tokens` cannot be `0`", "it wants at least 1, or -1"),

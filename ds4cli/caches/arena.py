@@ -158,6 +158,13 @@ class Seating:
         rows = [c.seat.row if self._sits(c) else len(self._seats) for c in last]
         return sorted(range(len(lanes)), key=rows.__getitem__)
 
+    def unseat(self, caches: list[Any]) -> None:
+        """Take a lane's rows out of the arenas: what stands behind them stays there, in a row that
+        is cleared for whoever has it next, the same lane or another."""
+        for layer in self._layers(caches):
+            if isinstance(layer, SeatedKVCache):
+                layer.leave()
+
     def _sits(self, cache: KVCache) -> bool:
         """Whether a lane sits here: its layers are seated in order, and `cache` is of the last."""
         here = self._arenas[-1] if self._arenas else None

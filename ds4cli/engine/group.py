@@ -26,6 +26,7 @@ from ds4cli.drafters.sharing import RoundCosts, is_worth_stopping, share
 from ds4cli.engine.engine import Engine
 from ds4cli.engine.generation import Event
 from ds4cli.engine.session import Session, Step
+from ds4cli.errors import ModelError
 from ds4cli.rewind.timeline import Timeline
 from ds4cli.rewind.together import evaluate_together, feed_together
 from ds4cli.sampling import Asked, pick_together, refuse_nan
@@ -80,6 +81,7 @@ class Lane:
         self.timeline = self._reply.timeline
         self._records = session.recording
         self._open: deque[Part] = deque()
+        self._is_seated_anew = False  # because its last block's rows were not numbers
         self._runs_ahead = False  # a block may be opened on top of the one that is open
         self._drafts: list[int] = []
         self._step: Step | None = None
@@ -229,6 +231,7 @@ class Lane:
         """The step that waits; None where the call it was part of failed."""
         step, error, self._step, self._error = self._step, self._error, None, None
         if error is not None:
+            self._group.unseat(self)
             raise error
         if step is None and self._is_only:
             self.session.recording = self._records or self.session.is_drafting
@@ -240,12 +243,17 @@ class Lane:
         part, session = self._open[0], self.session
         try:
             taken = part.values()
+        except ModelError:
+            if not self._sits_anew():
+                raise
+            return None
         except RuntimeError as error:
             if part.picks.lanes == 1:
                 raise
             self._group.part(error)
             return None
         self._open.popleft()
+        self._is_seated_anew = False
         if part.drafts:
             feed = [session.next_token(), *part.drafts]
             taken = self._reply.held(feed, taken, part.rows)
@@ -258,6 +266,15 @@ class Lane:
             may = self._may_run_ahead
             self._runs_ahead = may and not self._group.wants(session, following, self._reply.end)
         return step
+
+    def _sits_anew(self) -> bool:
+        """A row is not a number: whether the block may be fed once more, from a clean seat. Guesses
+        that were not kept may have left such rows behind the lane's own, and masked or not, 0 times
+        those is none."""
+        self.forget()
+        self._group.unseat(self)
+        before, self._is_seated_anew = self._is_seated_anew, True
+        return not before
 
 
 class Group:
@@ -300,6 +317,10 @@ class Group:
         if lane in self.lanes:
             self.lanes.remove(lane)
             lane.forget()
+
+    def unseat(self, lane: Lane) -> None:
+        """The lane's next call finds a clean row for it."""
+        self._hooks.unseat(lane.timeline.caches)
 
     def read(self, sessions: Sequence[Session], texts: Sequence[Sequence[int]]) -> int:
         """Bring each session to the end of its text, which begins with what it has read, in one

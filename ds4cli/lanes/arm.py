@@ -90,6 +90,10 @@ class Lanes:
         the call is to have them, as their numbers."""
         return self._seating.seat(caches)
 
+    def unseat(self, caches: list[Any]) -> None:
+        """The lane whose caches these are has rows of its own, until a call seats it again."""
+        self._seating.unseat(caches)
+
     def call(self, feeds: Sequence[Feed], caches: Sequence[list[Any]]) -> tuple[mx.array, Any]:
         """One model call. feeds: a lane's tokens, int32 arrays (n,) where not known yet; caches: a
         lane's caches. Returns the logits of all rows (N, V), those of the first lane first, and a
