@@ -6,9 +6,7 @@ from tiny import build
 
 from ds4cli.drafters import costs as costs_module
 from ds4cli.drafters.costs import SIZES, CallCosts, DraftTimes, PriceList, measure
-from ds4cli.engine.reply import Regions
 from ds4cli.engine.session import Session
-from ds4cli.text.reasoning import Markers
 
 LIST = {0: 0.01, 1: 0.012, 2: 0.015, 4: 0.02, 8: 0.02, 16: 0.03, 32: 0.05}
 
@@ -272,21 +270,3 @@ def test_plain_tokens_run_ahead_beside_a_drafter(name, monkeypatch):
     blocks = session.stats.blocks
     assert len(ahead) > 30 and session.stats.proposed > 10
     assert blocks <= session.stats.forwards <= blocks + 1  # at most the one at the end
-
-
-# --- regions ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 100])
-def test_regions_of_a_reply(size):
-    """Prose inside a code block, or the answer taken for reasoning, would share chances."""
-    text = "<think>\na ``` b\n</think>\nSee:\n```python\nx = '```'\n```\nDone."
-    regions, at = Regions((Markers("<think>", "</think>"), False)), {}
-    for start in range(0, len(text), size):
-        regions.push(text[start : start + size])
-        at[start + size] = regions.current
-    if size == 1:
-        assert at[1] == "prose" and at[text.index("a")] == "think"
-        assert at[text.index("See") + 2] == "prose" and at[text.index("x =") + 2] == "code"
-    assert regions.current == "prose"
-    assert Regions((Markers("<think>", "</think>"), True)).current == "think"

@@ -11,7 +11,6 @@ from toolkit import TOOLS, tokenizer
 
 from ds4cli.drafters.drafter import Drafter
 from ds4cli.engine.engine import Engine
-from ds4cli.engine.reply import ReplyText
 from ds4cli.sampling import Sampler
 from ds4cli.settings import Settings
 from ds4cli.tools import FORMATS, Guard
@@ -219,47 +218,6 @@ def test_a_reply_cut_inside_a_marker_shows_no_half_of_it(name):
                 assert guard.catch_up(len(PROMPT), session.tokens[len(PROMPT) :], wrapper.decode)
             rest = session.stream(max_tokens=LENGTH, guard=guard, since=len(PROMPT))
             assert first + "".join(e.text for e in rest) == shown
-
-
-def replied(wrapper, text, reason="stop", **guard):
-    """What a reply of these tokens comes to: its calls, its final reason, its note."""
-    reply = ReplyText(wrapper.decode, 0, guard=Guard(wrapper, TOOLS, **guard))
-    ids = wrapper.encode(text, add_special_tokens=False)
-    while ids:
-        taken = reply.take(ids)
-        assert taken.step is None or taken.step.bad_pos is None, taken
-        ids = [] if taken.reason else ids[taken.used :]
-    _, _, reason, note = reply.finish("tool" if taken.reason else reason)
-    return [call.name for call in reply.calls], reason, note
-
-
-def test_a_call_that_opens_and_closes_on_one_token_follows_another():
-    """A call without arguments behind another call is dropped, with all that follows it."""
-    wrapper = tokenizer("glm47", specials=["<tool_call>", "</tool_call>", "</arg_value>"])
-    one = "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rom</arg_value></tool_call>"
-    calls, _, _ = replied(wrapper, f"{one}<tool_call>now</tool_call>\n{one}")
-    assert calls == ["get_weather", "now", "get_weather"]
-
-
-def test_a_call_whose_end_marker_found_no_room_is_a_call():
-    """`max_tokens` between arguments and end marker: no call, no text, no note."""
-    wrapper = tokenizer()
-    text = GOOD["json_tools"].removesuffix("</tool_call>")
-    calls, reason, note = replied(wrapper, text, "length")
-    assert (calls, reason) == (["get_weather"], "tool") and "end marker was missing" in note
-    calls, reason, note = replied(wrapper, text[:-3], "length")
-    assert (calls, reason) == ([], "length") and "cut" in note
-
-
-def test_what_was_mended_or_refused_is_said():
-    """A call is changed, or given up, without a word."""
-    wrapper = tokenizer()
-    text = GOOD["json_tools"].replace('"Paris"', "'Paris'")
-    calls, _, note = replied(wrapper, text, use_grammar=False)
-    assert calls == ["get_weather"] and "single quotes" in note
-    wrong = GOOD["json_tools"].replace("city", "town")
-    calls, _, note = replied(wrapper, wrong, use_grammar=False, max_repairs=0)
-    assert calls == [] and "left as text" in note and "town" in note
 
 
 def test_a_call_of_other_tools_cannot_be_watched():

@@ -15,7 +15,7 @@ from mlx_lm.sample_utils import (
 )
 
 from ds4cli.errors import ModelError, UsageError
-from ds4cli.sampling import Sampler, position_key, refuse_nan
+from ds4cli.sampling import Asked, Sampler, pick_together, position_key, refuse_nan
 from ds4cli.settings import Settings
 
 V = 61
@@ -355,3 +355,51 @@ def test_a_row_of_nan_is_refused(settings):
     refuse_nan(rows[:2], [0, picks[1]])
     with pytest.raises(ModelError, match="not a number"):
         refuse_nan(rows, picks)
+
+
+# --- several samplers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [{"temp": 0.8, "seed": 1}, {"temp": 0.8, "seed": 2}],
+        [{"temp": 0.0}, {"temp": 0.0, "top_k": 3}],
+        [{"temp": 0.8}, {"temp": 0.0}],
+        [{"temp": 0.8}, {"temp": 0.8, "top_k": 3}],
+        [{"temp": 0.8}, {"temp": 0.8, "repetition_penalty": 1.5}],
+        [{"temp": 0.8}, {"temp": 0.8, "logit_bias": {3: 9.0}}],
+        [{"temp": 0.8, "xtc_probability": 0.5, "xtc_threshold": 0.01}] * 2,
+    ],
+    ids=str,
+)
+def test_several_samplers_pick_what_each_picks_alone(kinds):
+    """A lane's noise, settings or history taken for another's."""
+    tokens = history(30)
+    asked = [
+        Asked(sampler(**kind), logits(2 + i, seed=i), 20 + 3 * i, tokens)
+        for i, kind in enumerate(kinds)
+    ]
+    alone = [pick for each in asked for pick in each.sampler.pick(*each[1:]).tolist()]
+    assert pick_together(asked).tolist() == alone
+    assert pick_together(asked[:1]).tolist() == alone[:2]
+
+
+def test_a_row_without_an_allowed_id_leaves_the_others_their_filters():
+    """One row's fallback to all it has was every row's."""
+    s = sampler(12, temp=1.0, top_k=1)
+    rows, mask = mx.zeros((40, 12)), mx.arange(12) == 5
+    rows[:, 5] = 1.0
+    rows[0, 3] = 2.0
+    assert s.pick(rows, 0, [], mask).tolist() == [5] * 40
+    masks = mx.concatenate([mask[None], mx.ones((39, 12), mx.bool_)])
+    assert s.pick(rows, 0, [], masks).tolist() == [5] * 40
+
+
+def test_a_mask_that_ends_early_allows_nothing_behind_its_end():
+    """A grammar of a smaller vocabulary than the head's."""
+    rows = mx.zeros((2, 12))
+    rows[:, 9] = 5.0
+    for mask in (mx.ones(6, mx.bool_), mx.ones((2, 6), mx.bool_), mx.ones(12, mx.bool_)):
+        picks = sampler(12).pick(rows, 0, [], mask).tolist()
+        assert picks == ([9, 9] if mask.shape[-1] == 12 else [0, 0])

@@ -1,6 +1,7 @@
 """Session files: whole or absent, and refused with the reason where they do not fit."""
 
 import json
+import os
 import random
 import subprocess
 from functools import lru_cache
@@ -95,6 +96,22 @@ def test_a_full_disk_keeps_the_old_file(tmp_path):
         assert [p.name for p in disk.iterdir()] == ["s"]
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_file_that_came_out_short_is_no_success(tmp_path, monkeypatch):
+    """MLX says nothing when the disk is full: half a file took the place of the old one."""
+    storage.write(tmp_path / "s", {"tokens": [1]}, "f")
+    save = mx.save_safetensors
+
+    def cut(path, arrays, metadata):
+        save(path, arrays, metadata)
+        os.truncate(path, 1000)
+
+    monkeypatch.setattr(mx, "save_safetensors", cut)
+    with pytest.raises(StateError, match="disk is full"):
+        storage.write(tmp_path / "s", {"row": mx.zeros(1000)}, "f")
+    assert storage.read(tmp_path / "s", "f") == {"tokens": [1]}
+    assert [p.name for p in tmp_path.iterdir()] == ["s"]
 
 
 def test_a_file_of_the_first_format_is_refused(tmp_path):

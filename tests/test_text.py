@@ -4,9 +4,7 @@ import random
 
 import pytest
 
-from ds4cli.engine.reply import ReplyText
 from ds4cli.text.detokenizer import Detokenizer
-from ds4cli.text.reasoning import Markers
 from ds4cli.text.stops import StopScanner
 
 
@@ -49,15 +47,6 @@ def test_joined_pieces_equal_the_decoded_whole_in_long_text(seed):
     assert len(d._tokens) <= 65
 
 
-def test_a_stop_string_inside_a_character_run_keeps_no_part_of_it():
-    """The first bytes of a stop string's first character stayed in the state."""
-    for text, stop in (("ab🎉c", "🎉"), ("日本語", "本"), ("éé", "é"), ("x é", "é")):
-        reply = ReplyText(decode, 5, (), [stop])
-        taken = [reply.take([i]) for i in text.encode()]
-        kept = next(t.keep for t in taken if t.keep is not None)
-        assert kept == 5 + len(text[: text.index(stop)].encode())
-
-
 @pytest.mark.parametrize("cut", range(1, 9))
 def test_going_on_inside_a_character(cut):
     """A reply cut in the middle of a character goes on without losing or repeating it."""
@@ -84,6 +73,56 @@ def test_any_bytes_stream_as_python_reads_them():
         data = bytes(rng.choices([0x20, 0x41, 0x80, 0xBF, 0xC3, 0xE2, 0xF0, 0xFF], k=30))
         d = Detokenizer(decode)
         assert "".join(map(d.push, data)) + d.flush() == data.decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("data", "pieces"),
+    [
+        ("aé🙂b".encode(), ["a", "", "é", "", "", "", "🙂", "b"]),
+        (b"\xf0\x9f\x99\x82\xc3\xa9", ["", "", "", "🙂", "", "é"]),
+        (b"\xff\xff\xff\xff\xff\xff", ["", "", "", "\ufffd" * 3, "\ufffd", "\ufffd"]),
+        (b"\xff\xff\xff\xc3\xa9\xc3\xa9", ["", "", "", "\ufffd" * 3, "é", "", "é"]),
+        (b"\xffa\xc3\xa9", ["", "\ufffda", "", "é"]),
+    ],
+)
+def test_text_is_shown_as_soon_as_it_is_sure(data, pieces):
+    """A character that came out tokens late, or as U+FFFD because its last byte was not awaited."""
+    d = Detokenizer(decode)
+    assert [d.push(i) for i in data] == pieces
+    d = Detokenizer(decode, b"some text before ")
+    assert [d.push(i) for i in data] == pieces
+    assert d.flush() == ("\ufffd" if pieces[-1] == "\ufffd" else "")
+
+
+def test_a_token_is_decoded_with_a_few_before_it():
+    """Decoders look at what stands before a token; the whole reply for each would be quadratic."""
+    seen = []
+
+    def watched(ids):
+        seen.append(list(ids))
+        return decode(ids)
+
+    text = list("日本語 and plain words, ".encode() * 9)
+    d = Detokenizer(watched)
+    for i, token in enumerate(text, 1):
+        seen.clear()
+        d.push(token)
+        now, *shorter = seen
+        assert now == text[:i][-len(now) :] and min(i, 9) <= len(now) <= 19
+        assert all(8 <= len(ids) <= 11 for ids in shorter)
+    seen.clear()
+    Detokenizer(watched, text)
+    assert seen == [text[-64:]]
+    assert Detokenizer(watched).flush() == "" and seen == [text[-64:]], "nothing to decode"
+
+
+def test_broken_bytes_are_cut_anywhere_when_they_are_many():
+    """Text without a whole character at any place was decoded whole for every byte of it."""
+    seen = []
+    d = Detokenizer(lambda ids: seen.append(len(ids)) or decode(ids))
+    for _ in range(200):
+        d.push(0xBF)
+    assert max(seen) == 65
 
 
 def scan(pieces, stops):
@@ -113,47 +152,3 @@ def scan(pieces, stops):
 def test_stop_strings(pieces, stops, expected):
     """A stop that spans tokens is found, what follows never shows, held text is not lost."""
     assert scan(pieces, stops) == expected
-
-
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("size", [1, 2, 5, 100])
-@pytest.mark.parametrize(
-    ("text", "stops", "expected"),
-    [
-        ("I know</think>You know it", ["know"], "I know</think>You "),
-        ("a < b</think>< c", ["<"], "a < b</think>"),
-        ("know", ["know"], "know"),
-        ("</think>know", ["know"], "</think>"),
-        ("kn</think>ow", ["know"], "kn</think>ow"),
-    ],
-)
-def test_stop_strings_are_looked_for_in_the_answer(text, stops, expected, size, inside):
-    """`--stop know` ended the reply inside its reasoning: the answer was empty."""
-    opened = "" if inside else "<think>"
-    reply = ReplyText(decode, 5, (), stops, think=(Markers("<think>", "</think>"), inside))
-    data, shown, keep = (opened + text).encode(), "", None
-    while data and keep is None:
-        taken = reply.take(data[:size])
-        shown, keep, data = shown + taken.text, taken.keep, data[size:]
-    if keep is None:
-        shown += reply.finish("stop")[1]
-    else:
-        assert keep == 5 + len(opened + expected)
-    assert shown == opened + expected
-
-
-@pytest.mark.parametrize(("text", "expected"), [("  <b", "  "), ("<x", ""), (" x", " x")])
-def test_a_stop_string_where_reasoning_could_begin(text, expected):
-    """Guards: what may open reasoning is held back and then shown without looking for stops."""
-    reply = ReplyText(decode, 0, (), ["<"], think=(Markers("<think>", "</think>"), False))
-    taken = reply.take(text.encode())
-    rest = "" if taken.keep is not None else reply.finish("stop")[1]
-    assert taken.text + rest == expected
-
-
-def test_a_reply_that_goes_on_inside_its_reasoning():
-    """Guards: the part that was shown before is forgotten, so its reasoning is looked through."""
-    think = (Markers("<think>", "</think>"), False)
-    reply = ReplyText(decode, 0, b"<think>I kn", ["know"], think=think)
-    taken = reply.take(b"ow, know</think>I know")
-    assert (taken.text, taken.keep) == ("ow, know</think>I ", 18)

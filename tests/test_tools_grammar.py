@@ -294,6 +294,19 @@ def test_the_grammar_is_built_once():
     assert other is not first and other.vocab is first.vocab
 
 
+def test_tools_of_one_name_have_grammars_of_their_own():
+    """Two sets of tools in one process: the second was held to the arguments of the first."""
+    wrapper, fmt = tokenizer(), FORMATS["json_tools"]
+    city = dict.fromkeys(("city", "town"))
+    for key in city:
+        schema = {"type": "object", "properties": {key: {"type": "string"}}, "required": [key]}
+        city[key] = grammar_for(wrapper, fmt, [Tool("get", "", schema)])
+    text = fmt.start + '{"name": "get", "arguments": {"town": "'
+    for key, grammar in city.items():
+        matcher, tokens = grammar.matcher(), grammar.tokens_of(text.encode())
+        assert (matcher.try_consume_tokens(tokens) == len(tokens)) == (key == "town"), key
+
+
 def test_a_tokenizer_without_a_fast_form_says_so():
     """A slow tokenizer crashes instead of going without a grammar."""
 

@@ -179,6 +179,8 @@ JSON_REFUSED = {
     "duplicate key": CALL.replace('"Paris"', '"Rome", "city": "Paris"'),
     "empty arguments": '{"name": "get_weather", "arguments": {}}',
     "no arguments": '{"name": "get_weather"}',
+    "arguments under two names": CALL[:-1] + ', "parameters": {"city": "Rome"}}',
+    "a key beside them": CALL[:-1] + ', "mode": "fast"}',
     "NaN": '{"name": "get_weather", "arguments": {"city": NaN}}',
     "prose": "I would call get_weather here",
     "text behind": CALL + " and so on",
@@ -208,6 +210,17 @@ def test_an_unclosed_value_is_refused(name):
     body = BODIES[name].replace(style.value_close, "")
     with pytest.raises(Refused, match="never closed"):
         parse(name, body)
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm47"])
+def test_an_argument_that_is_given_twice_is_refused(name):
+    """The later of two cities, or the earlier, was taken without a word."""
+    body = BODIES[name]
+    start, stop = {"qwen3_coder": ("<parameter", "</function"), "glm47": ("<arg_key", None)}[name]
+    given = body[body.index(start) : stop and body.index(stop)]
+    assert parse(name, body.replace(given, given))[0].outcome == "valid"
+    with pytest.raises(Refused, match="`city` is given twice"):
+        parse(name, body.replace(given, given + given.replace("Paris", "Rome")))
 
 
 def test_a_last_value_without_its_tag_ends_where_the_call_does():
