@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from ds4cli import batch, generate, signals
 from ds4cli.batch.desk import Desk
 from ds4cli.batch.requests import derived_seed
+from ds4cli.caches.arena import Seating
 from ds4cli.cli import app
 from ds4cli.engine.engine import Engine
 from ds4cli.engine.group import Group
@@ -238,6 +239,34 @@ def test_lines_are_written_in_few_calls(shared, folders, monkeypatch):
     source = write_jsonl("in", [{"prompt": "abc"[:i]} for i in (1, 2, 3, 1, 2, 3, 1, 2)])
     assert run(source, "out", folders["llama"], {"parallel": 4, "max_tokens": 10}) == 0
     assert calls.count(4) == len(calls) == 2 + 20  # two to read the prompts
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_line_that_is_done_is_let_go_of_at_once(shared, folders, monkeypatch, family):
+    """What lines that were long done had read lay in circles until Python looked for them: every
+    call computed attention over their rows, and states of each call stayed in memory."""
+    rows, seat = [], Seating.seat
+
+    def noted(seating, lanes):
+        order = seat(seating, lanes)
+        rows.append(len(seating._seats))
+        return order
+
+    monkeypatch.setattr(Seating, "seat", noted)
+    lines = [{"prompt": "ab", "max_tokens": 3 + i % 4, "stop": ["zq"][: i % 2]} for i in range(9)]
+    lines[2]["logprobs"] = 1
+    lines[4]["response_format"] = {"type": "json_object"}
+    lines[6]["n"] = 2
+    gc.collect()
+    gc.disable()
+    try:
+        settings = {"parallel": 3, "drafter": "ngram"}
+        assert run(write_jsonl("in", lines), "out", folders[family], settings) == 0
+        found = [type(each).__name__ for each in gc.get_objects()]
+    finally:
+        gc.enable()
+    assert max(rows) == 3
+    assert not {"Call", "Lane", "SeatedKVCache"} & {*found}
 
 
 def told(monkeypatch, folder: str, settings, n: int = 3, **request) -> str:

@@ -243,6 +243,7 @@ class Desk:
         assert self._group is not None
         answer = choice.answer
         session = answer.session or self._reader.fork(self._limits(answer))
+        answer.session = None  # the choice's own: with that it goes
         # Only a repair and a stop string go back: all else need not be recorded.
         session.recording = answer.is_guarded or bool(answer.settings.stop)
         if answer.is_guarded:
@@ -283,6 +284,7 @@ class Desk:
         if choice.completion.finish_reason is not None:
             self._score(choice)
             choice.answer.generated += choice.tokens
+            choice.events.close()
             self.writing.remove(choice)
 
     def _score(self, choice: Choice) -> None:

@@ -142,14 +142,14 @@ def adapt(model_caches: list[Any]) -> list[LayerAdapter]:
 
 def nest(model_caches: list[Any], adapters: list[LayerAdapter]) -> list[Any]:
     """The caches of `adapters` in the shape of `model_caches`: what a fork hands to the model."""
-    leaf = iter(adapters)
+    leaves = iter(adapters)
+    return [_shaped(cache, leaves) for cache in model_caches]
 
-    def shaped(cache: Any) -> Any:
-        if type(cache) is CacheList:
-            return CacheList(*[shaped(child) for child in cache.caches])
-        return next(leaf).cache
 
-    return [shaped(cache) for cache in model_caches]
+def _shaped(cache: Any, leaves: Iterator[LayerAdapter]) -> Any:
+    if type(cache) is CacheList:
+        return CacheList(*[_shaped(child, leaves) for child in cache.caches])
+    return next(leaves).cache
 
 
 def _flat(caches: Any) -> Iterator[Any]:

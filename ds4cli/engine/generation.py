@@ -52,8 +52,7 @@ Steps = Callable[["int | None"], Generator["Step", None, None]]
 
 
 class Generation:
-    """A reply that a session writes. end: the position to stop at, None for no limit. steps: who
-    takes its steps."""
+    """A reply that a session writes. end: the position to stop at, None for no limit."""
 
     def __init__(
         self,
@@ -62,14 +61,12 @@ class Generation:
         reply: ReplyText,
         end: int | None,
         cancel: Callable[[], bool],
-        steps: Steps,
     ):
         self.timeline = timeline
         self.end = end
         self._session = session
         self._reply = reply
         self._cancel = cancel
-        self._steps = steps
         self._masked_at: int | None = None  # where only what the guard allows may be picked
         self._checkpoint_at: int | None = None  # where an open call needs one
 
@@ -126,23 +123,24 @@ class Generation:
 
     # -- the reply --------------------------------------------------------------------------------
 
-    def events(self) -> Generator[Event, None, None]:
-        """Write it: an event a block, and a last one with the finish reason."""
+    def events(self, begin: Steps) -> Generator[Event, None, None]:
+        """Write it: an event a block, and a last one with the finish reason. begin: takes its
+        steps, of the session alone or among others."""
         session, attempt = self._session, self._session.attempt
         session.generation = self
         try:
-            yield from self._blocks()
+            yield from self._blocks(begin)
         finally:
             session.attempt, session.generation = attempt, None
 
-    def _blocks(self) -> Iterator[Event]:
+    def _blocks(self, begin: Steps) -> Iterator[Event]:
         session, timeline = self._session, self.timeline
-        steps = self._steps(self.end)
+        steps = begin(self.end)
         text, reason = "", self._reason_to_end()
         while reason is None:
-            begin = time.perf_counter()
+            began = time.perf_counter()
             step = next(steps)
-            session.stats.decode_s += time.perf_counter() - begin
+            session.stats.decode_s += time.perf_counter() - began
             text, reason = self._take(step)
             reason = reason or self._reason_to_end()
             if reason is None:
@@ -150,7 +148,7 @@ class Generation:
                 yield Event(self._reply.report(), text)
                 if here != (session.moves, timeline.pos):
                     steps.close()
-                    steps, self._reply = self._steps(self.end), self._reply.moved(session.pos)
+                    steps, self._reply = begin(self.end), self._reply.moved(session.pos)
                     text, reason = "", self._reason_to_end()
                 session.generation = self  # another one may have been at work
         steps.close()

@@ -76,7 +76,7 @@ class Lane:
     def __init__(self, group: Group, session: Session, limits: dict[str, Any]):
         self.session = session
         self._group = group
-        self._reply = session.reply(**limits, steps=self._steps)
+        self._reply = session.reply(**limits)
         session.generation = self._reply  # its first block may be opened before it is begun
         self.timeline = self._reply.timeline
         self._records = session.recording
@@ -91,7 +91,7 @@ class Lane:
 
     def _events(self) -> Generator[Event, None, None]:
         try:
-            for event in self._reply.events():
+            for event in self._reply.events(self._steps):
                 if event.finish_reason is not None:
                     self._group.leave(self)  # before the next call for all
                 yield event

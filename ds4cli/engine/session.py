@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import mlx.core as mx
 
 from ds4cli.arrays import integer
 from ds4cli.drafters.policy import DraftPolicy
-from ds4cli.engine.generation import Event, Generation, Repair, Steps
+from ds4cli.engine.generation import Event, Generation, Repair
 from ds4cli.engine.reply import ReplyText
 from ds4cli.engine.scores import Score, Scores
 from ds4cli.errors import StateError, UsageError
@@ -103,6 +104,19 @@ def accepted_drafts(drafts: Sequence[int], picks: Sequence[int], stop_ids: set[i
     return len(drafts)
 
 
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """`method` as long as its object lives: a session that nobody has any more is gone at once,
+    with all that it read, not when Python looks for circles."""
+    known = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        own = known()
+        if own is not None:
+            own(*args)
+
+    return call
+
+
 class Session:
     """One timeline of one engine. Public state: tokens, pos, logits, stats, attempt."""
 
@@ -114,7 +128,7 @@ class Session:
         self.policy = DraftPolicy(engine.settings, engine.experience)
         self.guessed_by = ""  # whose guesses are fed
         self._timeline = timeline
-        timeline.observer = self._observe if drafter.taps else None
+        timeline.observer = _weakly(self._observe) if drafter.taps else None
         self._owner = threading.current_thread()
         self._next: tuple[mx.array | None, int, int] | None = (
             None  # row, attempt, the token picked from it
@@ -510,7 +524,7 @@ class Session:
         ends. Leaving early keeps the session usable. Where the session was moved between two
         events, the text goes on from there, unless a guard watches it (StateError).
         """
-        yield from self.reply(max_tokens, stop, guard, cancel, since, raw).events()
+        yield from self.reply(max_tokens, stop, guard, cancel, since, raw).events(self.steps)
 
     def reply(
         self,
@@ -520,9 +534,8 @@ class Session:
         cancel: Callable[[], bool] = lambda: False,
         since: int | None = None,
         raw: bool | None = None,
-        steps: Steps | None = None,
     ) -> Generation:
-        """A reply that goes on from here, as `stream` writes it. steps: who takes its steps."""
+        """A reply that goes on from here, as `stream` writes it."""
         settings = self.engine.settings
         limit = settings.max_tokens if max_tokens is None else max_tokens
         if limit < -1:
@@ -533,7 +546,7 @@ class Session:
         think = None if is_raw else self._think(len(before))
         text = ReplyText(self.engine.decode, self.pos, before, stop, guard, think)
         end = None if limit < 0 else self.pos + limit
-        return Generation(self, self._timeline, text, end, cancel, steps or self.steps)
+        return Generation(self, self._timeline, text, end, cancel)
 
     def _think(self, said: int) -> tuple[Markers, bool] | None:
         """The markers of reasoning, and whether the prompt, all but the last `said` tokens, opened

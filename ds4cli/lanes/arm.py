@@ -106,7 +106,10 @@ def run(
 ) -> tuple[mx.array, Any, Call]:
     call = Call([len(feed) for feed in feeds], stacks)
     stand_ins = [LaneCache(own, call, (i,)) for i, own in enumerate(zip(*caches, strict=True))]
-    logits = model(ids(feeds)[None], cache=stand_ins)[0]
+    try:
+        logits = model(ids(feeds)[None], cache=stand_ins)[0]
+    finally:
+        call.close()
     return logits, [own.live() for own in stand_ins], call
 
 

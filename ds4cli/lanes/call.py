@@ -44,6 +44,11 @@ class Call:
         self._offsets: dict[tuple[int, ...], LaneOffset] = {}
         self._tables: dict[tuple[int, ...], Table] = {}
 
+    def close(self) -> None:
+        """The model has run: no circle is left that would keep what the call made of the states."""
+        self._offsets.clear()
+        self._tables.clear()
+
     @cached_property
     def by_size(self) -> dict[int, list[int]]:
         """The lanes with equally many rows."""
@@ -204,12 +209,13 @@ class LaneCache:
         return both[0], both[1]
 
     def live(self) -> Any:
-        """A tree of all that the call left in the caches, for `mx.eval`."""
+        """A tree of all that the call left in the caches, for `mx.eval`. Rows in an arena are
+        computed for attention anyway, and whoever keeps the tree is to keep nobody's seat."""
         if self.place in self.call.settled:
             return self.call.settled[self.place]
         if isinstance(self.lanes[0], CacheList):
             return [self[i].live() for i in range(len(self.lanes[0].caches))]
-        return [vars(cache) for cache in self.lanes]
+        return [vars(own) for own in self.lanes if not isinstance(own, SeatedKVCache)]
 
     def keys_and_values(self) -> tuple[LaneRows, LaneRows]:
         found = [cache.keys_and_values() for cache in self.lanes]
