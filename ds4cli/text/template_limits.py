@@ -9,23 +9,21 @@ from __future__ import annotations
 import _thread
 import ctypes
 import os
+import resource
 import threading
 import time
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ds4cli.errors import ModelError
-from ds4cli.models import mlx_lm
+from ds4cli.text import template_sandbox
 
 SECONDS = 10.0
 LOOK_S = 0.05  # between looks at the memory
 MEMORY_BYTES = 2**30  # more than the program had when the template began
 # What a template adds to what it was given: markup, a system text, arguments with indents.
 ROOM_CHARS, ROOM_FACTOR = 2**20, 8
-MAX_LENGTH = 2**26  # of one value, before it is written
-MAX_DIGITS = 4300  # Python prints no longer number
 HINT = "`--chat-template FILE` takes another one; `--raw` none"
 
 
@@ -39,14 +37,14 @@ def render(draw: Callable[[], str], given: Any) -> str:
     ModelError where it takes too long, writes too much, or takes too much memory.
     """
     room = ROOM_CHARS + ROOM_FACTOR * len(str(given))
-    _hold()
+    template_sandbox.use()
     watch = _Watch()
     try:
         with watch:
             text = draw()
     except _Stop:
         raise _refused(watch.reason) from None
-    except _TooLarge as error:
+    except template_sandbox.TooLarge as error:
         raise _refused(str(error)) from None
     if len(text) > room:
         raise _refused(f"writes {len(text)} characters, of which {room} are allowed")
@@ -95,61 +93,9 @@ class _Watch:
 
 
 def _memory_bytes() -> int:
-    """Memory of this process; 0 where it cannot be told, as on macOS."""
+    """Memory of this process. macOS tells the most there ever was, which grows all the same."""
     try:
         pages = int(Path("/proc/self/statm").read_bytes().split()[1])
     except OSError:
-        return 0
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-# -- what no watch can stop, because one operation does it ----------------------------------------
-
-
-class _TooLarge(Exception):
-    """One operation that would make a value of any size."""
-
-
-@cache
-def _hold() -> None:
-    """Let transformers compile templates for a sandbox in which values stay small: constants are
-    worked out when it compiles."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Held(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"*", "**"})
-        concat = staticmethod(_joined)
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if _digits_of(operator, left, right) > MAX_DIGITS:
-                raise _TooLarge(f"makes a number of more than {MAX_DIGITS} digits")
-            if operator == "*" and _length_of(left, right) > MAX_LENGTH:
-                raise _TooLarge(f"makes a value of more than {MAX_LENGTH} characters or items")
-            return super().call_binop(context, operator, left, right)
-
-    mlx_lm.use_sandbox(Held)
-
-
-def _digits_of(operator: str, left: Any, right: Any) -> int:
-    """About how many digits a power or a product has; 0 where it is no whole number."""
-    if not (isinstance(left, int) and isinstance(right, int)):
-        return 0
-    digits = left.bit_length() * 0.3
-    return int(digits * abs(right) if operator == "**" else digits + right.bit_length() * 0.3)
-
-
-def _length_of(left: Any, right: Any) -> int:
-    """How long a text or list is when it is repeated; 0 for what is neither."""
-    one, times = (right, left) if isinstance(left, int) else (left, right)
-    repeats = isinstance(one, (str, bytes, list, tuple)) and isinstance(times, int)
-    return len(one) * times if repeats else 0
-
-
-def _joined(pieces: Iterable[str]) -> str:
-    out, size = [], 0
-    for piece in pieces:
-        size += len(piece)
-        if size > MAX_LENGTH:
-            raise _TooLarge(f"writes more than {MAX_LENGTH} characters")
-        out.append(piece)
-    return "".join(out)
