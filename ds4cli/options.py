@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from ds4cli import settings, terminal
+from ds4cli.backend import address_space
 from ds4cli.errors import UsageError
 from ds4cli.settings import OPTIONS, OUTPUT, Option, Resolved, Settings
 
@@ -113,6 +114,7 @@ def _run(
         origins = {name: found[name][1] for name in unset}
         terminal.write(settings.to_toml(filled, {**resolved.origins, **origins}))
         return None
+    address_space.check()
     refuse_both(quiet=quiet, verbose=verbose)
     refuse_both(quiet=quiet, stats=bool(given.get("stats")))
     if config is None and not quiet:

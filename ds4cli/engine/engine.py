@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from ds4cli import __version__
 from ds4cli.arrays import named_leaves
-from ds4cli.backend import blas, memory
+from ds4cli.backend import address_space, blas, memory
 from ds4cli.caches import adapt, build_caches, check_kv_bits, check_kv_group
 from ds4cli.drafters import heads, registry
 from ds4cli.drafters.corpus import Corpus
@@ -196,6 +196,7 @@ class Engine(Vocabulary):
         """
         chosen = Settings(model=str(model), **settings).filled()
         source = find(chosen.model, chosen.offline)
+        address_space.check(source.shards.nbytes)
         if chosen.kv_bits is not None:
             check_kv_group(source.config, chosen.kv_group_size)
         draft_source, head_source, notices = _drafting(chosen, source)

@@ -31,6 +31,11 @@ class Shards:
     files: tuple[Shard, ...]
     notices: tuple[str, ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """All tensors, as they are stored."""
+        return sum(end - start for shard in self.files for start, end in shard.spans.values())
+
 
 def find(folder: Path, name: str) -> Shards:
     """The weight files of a model folder, which its user calls `name`.
