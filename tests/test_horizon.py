@@ -8,18 +8,20 @@ import random
 from types import SimpleNamespace
 
 import mlx.core as mx
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4cli.rewind import horizon as module
+from ds4cli.rewind import room
 from ds4cli.rewind.horizon import Horizon, Packing, Segment, merged, slots_nbytes
-from ds4cli.tape import Tape
+from ds4cli.tape import Sizes, Tape
 from ds4cli.tape.tracks import Track
 
 WIDE = 8  # columns of a row of tape, of a state and of a logits row: 32 bytes each
 ROW_BYTES = WIDE * 4
 LAYERS = 2
+POSITION_BYTES = (LAYERS + 1) * ROW_BYTES  # tape and logits
+RUN = room.RUN_ROWS[0]
 
 
 class Sums(Track):
@@ -30,12 +32,8 @@ class Sums(Track):
         return [s + t.data[0][:, :rows].sum(axis=1) for t, s in zip(tracks, starts, strict=True)]
 
 
-RECORDER = SimpleNamespace(
-    row_bytes=LAYERS * ROW_BYTES,
-    state_bytes=LAYERS * ROW_BYTES,
-    row_arrays=LAYERS,
-    state_arrays=LAYERS,
-)
+SIZES = Sizes(LAYERS * ROW_BYTES, 0, LAYERS * ROW_BYTES, LAYERS, LAYERS)
+RECORDER = SimpleNamespace(sizes=SIZES)
 
 
 def wide(values) -> mx.array:
@@ -58,7 +56,7 @@ def tape_of(tokens: list[int]) -> Tape:
 def segment_of(text: list[int], start: int, rows: int | None = None) -> Segment:
     """The segment of the call that fed text[start:], of which `rows` stay."""
     logits = wide(range(start + 1, len(text) + 1))
-    made = Segment(start, len(text) - start, tape_of(text[start:]), (logits,), state(text[:start]))
+    made = Segment(start, len(text), tape_of(text[start:]), (logits,), state(text[:start]))
     return made if rows is None else made.head(rows)
 
 
@@ -154,8 +152,8 @@ def test_the_last_rows_are_reached_and_no_more_than_a_run_beyond():
     for limit in (1, 5, 32, 40):
         fed = Fed(limit).singles(200)
         fed.check()
-        assert 200 - limit - module.DENSE_SPACING <= fed.horizon.low <= 200 - limit
-        assert fed.longest_replay() <= module.DENSE_SPACING
+        assert 200 - limit - room.DENSE_SPACING <= fed.horizon.low <= 200 - limit
+        assert fed.longest_replay() <= room.DENSE_SPACING
         assert fed.horizon.rows() == range(fed.horizon.low, 201), "the row at its start too"
 
 
@@ -203,31 +201,26 @@ def test_cut_to_nothing_it_is_empty():
     assert (fed.horizon.segments, fed.horizon.start_row, fed.horizon.held_bytes) == ([], None, 0)
 
 
-def test_short_of_budget_old_logits_go_before_rows():
-    """Without its row a position costs one token; without its tape, a replay from afar."""
-    fed = Fed(40).singles(40)
-    whole = fed.horizon.nbytes
-    assert fed.horizon.rows() == range(1, 41) and fed.horizon.low == 0
-    fed.horizon.budget_bytes = whole - 3 * ROW_BYTES
-    fed.feed()
-    assert fed.horizon.low == 0 and fed.horizon.nbytes <= fed.horizon.budget_bytes
-    first = fed.horizon.rows().start
-    assert 5 <= first <= 1 + module.MERGE_SEGMENTS
-    fed.check()
-    fed.horizon.budget_bytes = fed.horizon.nbytes - 20 * ROW_BYTES
-    fed.feed()
-    assert fed.horizon.low > 0 and fed.horizon.nbytes <= fed.horizon.budget_bytes
-    assert fed.horizon.rows() == range(42, 43), "the newest call keeps its rows to the last"
+def test_short_of_budget_the_oldest_positions_go():
+    """Tape was kept where no logits row was, and rows where no tape led: memory that freed no
+    position."""
+    whole = Fed(40).singles(40).horizon.nbytes
+    fed = Fed(40, whole - 3 * POSITION_BYTES).singles(40)
+    horizon = fed.horizon
+    assert horizon.low > 0 and horizon.nbytes <= horizon.budget_bytes
+    assert horizon.rows() == range(horizon.low, 41)
+    assert 40 - horizon.low >= min(40, horizon.room.free_rows)
     fed.check()
 
 
-def test_exactly_as_many_logits_go_as_there_are_bytes_too_many():
-    """A row more costs a token that need not be fed; a row less is memory that nobody granted."""
-    whole = Fed(60).singles(21).horizon.nbytes
-    for missing, first in ((0, 1), (1, 2), (ROW_BYTES, 2), (ROW_BYTES + 1, 3)):
-        fed = Fed(60, whole - missing).singles(21)
-        assert (fed.horizon.low, fed.horizon.rows()) == (0, range(first, 22)), missing
-        fed.check()
+def test_no_more_goes_than_a_run():
+    """A whole prompt went with the first token that was too much."""
+    fed = Fed(100, 60 * POSITION_BYTES).feed(56)
+    assert [s.rows for s in fed.horizon.segments] == [56]
+    fed.singles(12)
+    run = fed.horizon.room.run_rows
+    assert 60 - run - 4 <= len(fed.horizon.rows()) <= 60
+    fed.check()
 
 
 def test_a_budget_of_nothing_keeps_the_last_call():
@@ -241,7 +234,7 @@ def test_bytes_are_those_of_tape_rows_and_checkpoints():
     """Bytes that are not counted are taken beyond the budget."""
     one = segment_of([1, 2, 3], 1)
     assert one.nbytes == 2 * LAYERS * ROW_BYTES + 2 * ROW_BYTES + LAYERS * ROW_BYTES
-    assert one.head(1).nbytes == LAYERS * ROW_BYTES + ROW_BYTES + LAYERS * ROW_BYTES
+    assert one.head(1).packed().nbytes == LAYERS * ROW_BYTES + ROW_BYTES + LAYERS * ROW_BYTES
     assert slots_nbytes([[None, wide([1])], []]) == ROW_BYTES
     fed = Fed(40).feed(2)
     assert fed.horizon.nbytes == segment_of(fed.text, 0).nbytes
@@ -252,7 +245,7 @@ def test_bytes_are_those_of_tape_rows_and_checkpoints():
 def test_bytes_are_followed_without_counting():
     """A sum that drifts away from what is kept: nothing is dropped, or everything."""
     fed = Fed(300).singles(100)
-    assert fed.horizon.held_bytes == fed.horizon.nbytes + RECORDER.state_bytes
+    assert fed.horizon.held_bytes == fed.horizon.nbytes + SIZES.state
     assert Fed(300).horizon.held_bytes == 0
 
 
@@ -269,12 +262,25 @@ def test_one_checkpoint_serves_a_run_of_rows(monkeypatch):
     """One for every row takes the memory; too few, and going back replays the whole horizon."""
     fed = Fed(300).singles(200)
     starts = [s.start for s in fed.horizon.segments if s.checkpoint is not None]
-    assert starts == [*range(0, 193, module.DENSE_SPACING), 199]
-    monkeypatch.setattr(module, "DENSE_CHECKPOINTS", 10**9)
+    assert starts == [*range(0, 193, room.DENSE_SPACING), 199]
+    monkeypatch.setattr(room, "DENSE_CHECKPOINTS", 10**9)
     fed = Fed(40).singles(200)
-    assert fed.horizon.spacing == 40
+    assert fed.horizon.room.spacing == 40
     starts = [s.start for s in fed.horizon.segments if s.checkpoint is not None]
     assert starts == [160, 199]
+
+
+def test_a_second_checkpoint_does_not_push_rows_out(monkeypatch):
+    """One was kept every `limit` rows whatever it took: all rows before it went, and a few tokens
+    were left to go back over."""
+    monkeypatch.setattr(room, "DENSE_CHECKPOINTS", 10**9)
+    fed = Fed(40, 60 * POSITION_BYTES)
+    for _ in range(200):
+        fed.feed()
+        assert sum(s.checkpoint is not None for s in fed.horizon.segments) <= 2
+        assert len(fed.text) - fed.horizon.low >= min(40, len(fed.text))
+    assert fed.horizon.room.spacing is None
+    fed.check()
 
 
 def test_checkpoints_keep_their_distance_after_a_way_back():
@@ -297,27 +303,36 @@ def test_a_long_call_comes_in_pieces():
     assert all(s.checkpoint is not None for s in fed.horizon.segments)
     fed.check()
     assert [s.rows for s in Fed(2000).feed(module.PIECE_ROWS).horizon.segments] == [128]
-    kept = Segment(0, 300, None, (wide(range(1, 301)),), None)
+    kept = Segment(0, 300, None, [wide(range(1, 301))], None)
     plain = Horizon(2000, 1 << 20, None)
     plain.append(kept, None)
     assert [s.rows for s in plain.segments] == [300], "nothing to replay, nothing to cut"
 
 
-def test_a_call_whose_first_rows_were_not_kept():
-    """A prompt's calls keep their last rows only: those before were served the wrong ones."""
-    text = [3, 1, 4, 1, 5, 9]
-    whole = segment_of(text, 0)
-    part = Segment(0, 6, whole.tape, (wide([5, 6]),), whole.checkpoint)
-    assert (part.first_logits, part.end) == (5, 6)
-    assert [part.row(p)[0].item() for p in (5, 6)] == [5, 6]
-    assert part.head(5).first_logits == 5 and part.head(3).logits == []
-    horizon = Horizon(50, 1 << 20, RECORDER)
-    horizon.append(part, None)
-    assert horizon.rows() == range(5, 7)
-    before, after = part.split(4)
-    assert (before.rows, after.start, after.rows, after.first_logits) == (4, 4, 2, 5)
-    assert before.logits == [] and after.row(6)[0].item() == 6
-    assert after.checkpoint[1][0].tolist() == state(text[:4])[1][0].tolist()
+def test_parts_of_a_segment_hold_all_of_it():
+    """The rows of a long block of which one was kept stay alive, and were counted as one."""
+    whole = segment_of([3, 1, 4, 1, 5, 9], 0)
+    part, rest = whole.head(2), whole.tail(4, None)
+    assert part.nbytes == whole.nbytes and rest.nbytes == whole.nbytes - LAYERS * ROW_BYTES
+    assert (part.start, part.end, rest.start, rest.end) == (0, 2, 2, 6)
+    assert part.row(2)[0].item() == 2 and rest.row(3)[0].item() == 3
+    assert part.head(1).nbytes == whole.nbytes and not part.is_packed
+    own = part.packed()
+    assert own.nbytes == 2 * POSITION_BYTES + LAYERS * ROW_BYTES and own.is_packed
+    assert own.row(1)[0].item() == 1
+    before, after = whole.split(2)
+    assert (before.nbytes, after.nbytes) == (own.nbytes, 4 * POSITION_BYTES)
+
+
+def test_what_was_cut_is_copied_where_a_promise_needs_it():
+    """Blocks of 8 rows of which one was kept took the room of 8, and fewer positions were free."""
+    fed = Fed(200, 100 * POSITION_BYTES)
+    for _ in range(150):
+        fed.feed(8, 1)
+        free = fed.horizon.room.free_rows
+        assert len(fed.text) - fed.horizon.low >= min(free, len(fed.text))
+        assert fed.horizon.nbytes <= fed.horizon.budget_bytes
+    fed.check()
 
 
 def test_runs_of_single_rows_become_few_arrays():
@@ -325,10 +340,8 @@ def test_runs_of_single_rows_become_few_arrays():
     fed = Fed(4000).singles(700)
     linked = [s for s in fed.horizon.segments if len(s.tape.arrays()) > LAYERS]
     rows = sum(s.rows for s in linked)
-    assert module.LINKED_ROWS <= rows <= fed.horizon._linked_rows
-    packed = [
-        s for s in fed.horizon.segments if s.rows == module.MERGE_SEGMENTS and s not in linked
-    ]
+    assert room.LINKED_ROWS <= rows <= room.LINKED_ROWS + 3 * RUN
+    packed = [s for s in fed.horizon.segments if s.rows == RUN and s not in linked]
     assert packed and all(len(s.logits) == 1 for s in packed)
     fed.check()
 
@@ -354,34 +367,24 @@ def test_a_run_is_copied_layer_by_layer():
     assert done.row(3)[0].item() == 3 and run.row(3)[0].item() == 3
 
 
-def test_packing_waits_for_its_rows_to_be_old_and_skips_what_is_gone(monkeypatch):
+def test_packing_waits_for_its_rows_to_be_old_and_skips_what_is_gone():
     """A run that was cut away is packed for ever, or one that is new at once."""
-    monkeypatch.setattr(module, "MERGE_SEGMENTS", 1)
     segments = [segment_of([1] * 6, 4)]
     packing = Packing([2, 4])
     twin = packing.copy()
-    packing.advance(segments, 9)
+    packing.advance(segments, 9, 1)
     assert list(packing.starts) == [4] and list(twin.starts) == [2, 4]
     before = segments[0]
-    packing.advance(segments, 5)
+    packing.advance(segments, 5, 1)
     assert segments[0] is before and list(packing.starts) == [4]
-    packing.advance(segments, 6)
+    packing.advance(segments, 6, 1)
     assert segments[0] is not before and not packing.starts
-
-
-def test_the_gaps_in_kept_rows_are_not_bridged():
-    """Merged segments whose older ones lost their rows: positions moved by as many."""
-    parts = [segment_of([1] * (i + 1), i) for i in range(4)]
-    parts[1] = Segment(1, 1, parts[1].tape, (), None)
-    run = merged(parts)
-    assert (run.first_logits, len(run.logits)) == (3, 2)
-    assert [run.row(p)[0].item() for p in (3, 4)] == [3, 4]
 
 
 def test_the_number_of_arrays_is_bounded(monkeypatch):
     """Metal has room for 499,000 arrays in all."""
-    monkeypatch.setattr(module, "MAX_ARRAYS", 300)
-    monkeypatch.setattr(module, "LINKED_ROWS", 20)
+    monkeypatch.setattr(room, "MAX_ARRAYS", 300)
+    monkeypatch.setattr(room, "LINKED_ROWS", 20)
     fed = Fed(4000).singles(600)
     assert fed.horizon._arrays() <= 300
     arrays = sum(len(s.tape.arrays()) + len(s.logits) for s in fed.horizon.segments)
@@ -392,50 +395,8 @@ def test_the_number_of_arrays_is_bounded(monkeypatch):
 def test_the_arrays_of_runs_that_wait_are_counted(monkeypatch):
     """A run that is to be copied is still as many arrays as it has rows."""
     fed = Fed(4000).singles(40)
-    each = 1 + RECORDER.row_arrays + RECORDER.state_arrays
-    assert fed.horizon._arrays() == (1 + 8 + module.MERGE_SEGMENTS) * each
-    monkeypatch.setattr(module, "MAX_ARRAYS", fed.horizon._arrays())
+    each = 1 + SIZES.row_arrays + SIZES.state_arrays
+    assert fed.horizon._arrays() == (1 + 8 + RUN) * each
+    monkeypatch.setattr(room, "MAX_ARRAYS", fed.horizon._arrays())
     assert Fed(4000).singles(40).horizon.low == 0
     assert Fed(4000).singles(41).horizon.low > 0
-
-
-def test_many_checkpoints_only_where_they_are_cheap():
-    """Eight of them in a quarter of the budget are many."""
-    cheap, dear = 4 * 8 * RECORDER.state_bytes, 4 * 8 * RECORDER.state_bytes - 4
-    assert Horizon(500, cheap, RECORDER).is_dense and not Horizon(500, dear, RECORDER).is_dense
-    assert Horizon(500, cheap, RECORDER).spacing == module.DENSE_SPACING
-    assert Horizon(500, dear, RECORDER).spacing == 500
-    assert Horizon(500, 0, None).is_dense and Horizon(500, 0, None).checkpoint_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("budget", "arrays", "rows"),
-    [
-        (20_000, 10**9, (20_000 - 64) // 96),
-        (1 << 20, 10**9, ((1 << 20) - 64) // 96),
-        (1 << 20, 3000, 352 + (3000 - 352 * 5) // 5 * 32),
-        (1 << 20, 1700, 352),
-        (63, 10**9, 0),
-        (64 + 96, 10**9, 1),
-    ],
-)
-def test_the_rows_that_a_budget_holds(monkeypatch, budget, arrays, rows):
-    """What a front end is promised is this number: a row is 64 bytes of tape and 32 of logits."""
-    monkeypatch.setattr(module, "MAX_ARRAYS", arrays)
-    monkeypatch.setattr(module, "DENSE_CHECKPOINTS", 0)
-    assert Horizon(10**6, budget, RECORDER).affordable_rows(ROW_BYTES) == rows
-    assert Horizon(10**6, 3200, None).affordable_rows(ROW_BYTES) == 100 or arrays < 10**9
-
-
-def test_where_every_array_takes_pages_rows_are_copied_at_once(monkeypatch):
-    """On Metal an array of 4 bytes takes 16 kB."""
-    monkeypatch.setattr(module, "page_bytes", lambda: 16384)
-    horizon = Horizon(500, 1 << 20, RECORDER)
-    assert horizon._stay_linked == 0 and horizon._page_bytes == 16384 * LAYERS
-    assert Horizon(500, 1 << 20, None)._page_bytes == 0
-    loose = RECORDER.row_bytes + ROW_BYTES + 16384 * LAYERS
-    for budget in (20 * loose, 200 * loose):
-        linked = min(96, (budget - RECORDER.state_bytes) // loose)
-        more = (budget - RECORDER.state_bytes - linked * loose) // (RECORDER.row_bytes + ROW_BYTES)
-        horizon.budget_bytes = budget
-        assert horizon.affordable_rows(ROW_BYTES) == linked + more

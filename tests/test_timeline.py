@@ -2,6 +2,7 @@
 
 import gc
 import random
+from dataclasses import replace
 from functools import lru_cache
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ from oracle import FAMILIES, assert_fresh, failing_layer, interrupts, prompt
 from tiny import CFG, V, build
 
 from ds4cli.caches import adapt, build_caches
-from ds4cli.rewind import horizon
+from ds4cli.rewind import room
 from ds4cli.rewind.horizon import Horizon
 from ds4cli.rewind.timeline import Limits, Timeline
 from ds4cli.tape import Recorder, Tape
@@ -181,17 +182,18 @@ def arrays(horizon):
 def test_a_long_horizon_holds_few_arrays(horizon_tokens, monkeypatch):
     """An array for every row, layer and input: 450,000 of them in a horizon of 4,096 tokens, where
     Metal has room for 499,000 in all."""
-    monkeypatch.setattr(horizon, "LINKED_ROWS", 64)
-    monkeypatch.setattr(horizon, "MAX_ARRAYS", 3000)
+    monkeypatch.setattr(room, "LINKED_ROWS", 64)
+    monkeypatch.setattr(room, "MAX_ARRAYS", 3000)
     t = timeline("qwen3_next", horizon=horizon_tokens)
     t.sync(prompt(7))
     most = 0
     for token in prompt(360, seed=3):
         step(t, [token])
         most = max(most, arrays(t.horizon))
-    assert t.horizon.is_dense and most < 3000
+    assert t.horizon.room.is_dense and most < 3000
     low, end = t.horizon.low, t.pos
-    assert end - low >= t.free_tokens() and end - low > (300 if horizon_tokens > 360 else 99)
+    assert end - low >= min(end, t.free_tokens())
+    assert end - low > (300 if horizon_tokens > 360 else 99)
     for pos in (end - 65, end - 250, low):
         if pos >= low:
             assert t.rewind(pos).forwards == 0
@@ -200,7 +202,7 @@ def test_a_long_horizon_holds_few_arrays(horizon_tokens, monkeypatch):
 
 def test_rows_are_copied_together_a_little_at_a_time(monkeypatch):
     """Every 32 tokens a wait for thousands of copies, on a model with big states."""
-    monkeypatch.setattr(horizon, "DENSE_CHECKPOINTS", 10**9)
+    monkeypatch.setattr(room, "DENSE_CHECKPOINTS", 10**9)
     t = timeline("qwen3_next", horizon=256)
     joined, join = [0], Tape.compact
 
@@ -213,9 +215,36 @@ def test_rows_are_copied_together_a_little_at_a_time(monkeypatch):
     for token in prompt(100, seed=3):
         joined.append(0)
         step(t, [token])
-    assert not t.horizon.is_dense and max(joined) == 1 and sum(joined) == 3 * 3
+    assert not t.horizon.room.is_dense and max(joined) == 1 and sum(joined) == 3 * 3
     packed = t.horizon.segments[1:4]
-    assert [len(s.tape.arrays()) for s in packed] == [t.recorder.row_arrays] * 3
+    assert [len(s.tape.arrays()) for s in packed] == [t.recorder.sizes.row_arrays] * 3
+    check(t)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2", "gemma3_text"])
+def test_what_is_promised_is_free_whatever_was_fed(name, seed):
+    """Short of budget 109 tokens were promised and 5 were free: rows of single tokens take more,
+    old tape was kept without its logits, and a second checkpoint pushed all rows out."""
+    dice = random.Random(f"{name} {seed}")
+    budget = dice.randrange(150_000, 1_200_000)
+    t = timeline(name, horizon=dice.choice((48, 160)), mb=0)
+    t.limits = replace(t.limits, budget_bytes=2 * budget)
+    t.load_state(t.state())  # a horizon for that budget
+    t.sync(prompt(dice.randrange(4, 90)))
+    begin = furthest = t.pos
+    for _ in range(40):
+        rows = dice.choice((1, 1, 1, 1, 2, 8))
+        step(t, prompt(rows, seed=t.pos), kept=dice.randint(1, rows))
+        if dice.random() < 0.1:
+            t.rewind(max(begin, t.pos - dice.randrange(12)))
+        furthest = max(furthest, t.pos)
+        low = max(begin, furthest - t.free_tokens())
+        assert not any(t.plan(pos).forwards for pos in range(low, t.pos + 1)), (t.pos, low)
+        assert t.horizon.nbytes <= budget or len(t.horizon.segments) == 1
+        assert t.horizon.held_bytes >= t.horizon.nbytes
+    assert t.free_tokens() > 0
+    t.rewind(max(low, t.pos - 9))
     check(t)
 
 
@@ -280,19 +309,23 @@ def test_the_record_of_a_replay_answers_for_every_position_of_it(name):
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_short_of_budget_rows_go_first_and_one_token_is_fed(name):
-    """Without its logits row a position costs one fed token, not a replay from a checkpoint."""
+def test_short_of_budget_the_oldest_positions_go(name):
+    """Memory goes where it frees positions: every one that tape or logits are kept for is free."""
     t = timeline(name, horizon=30)
     t.sync(prompt(12))
     for i in range(40):
         step(t, [i])
+    before = t.horizon.low
     t.horizon.budget_bytes = t.horizon.nbytes - 20 * V * 4
     step(t, [1])
-    held = t.horizon.rows()
-    low = t.horizon.low
-    assert low < held.start
-    report = t.rewind(held.start - 2)
-    assert (report.source, report.forwards, report.replayed) == ("horizon", 1, 1)
+    low, end = t.horizon.low, t.pos
+    assert before < low < end and t.horizon.rows() == range(low, end + 1)
+    assert t.horizon.nbytes <= t.horizon.budget_bytes
+    for pos in (low, low + 1, end - 1):
+        twin = t.fork()
+        assert twin.rewind(pos).forwards == 0
+        check(twin)
+    assert t.rewind(low - 1).forwards > 0
     check(t)
 
 
@@ -341,9 +374,9 @@ def test_no_marks_inside_calls_that_they_would_not_pay_for():
     """States, or a tape, that fill the budget push out the checkpoints at turns."""
     t = timeline("qwen3_next", horizon=16, chunk=200)
     t.sync(prompt(4))
-    t.horizon.budget_bytes = 100 * t.recorder.row_bytes
+    t.horizon.budget_bytes = 100 * t.recorder.sizes.row
     t.sync(prompt(504))
-    assert [f.pos for f in t.checkpoints.kept] == [21, 221, 421, 504]
+    assert [f.pos for f in t.checkpoints.kept] == [61, 261, 461]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
@@ -454,7 +487,7 @@ def test_few_checkpoints_stay_where_a_state_is_large():
     t.sync(prompt(16))
     for i in range(200):
         step(t, [i % V])
-    assert t.horizon.spacing == 128
+    assert t.horizon.room.spacing is None
     assert sum(s.checkpoint is not None for s in t.horizon.segments) <= 3
     runs = [s for s in t.horizon.segments if s.start > 16 and s.rows > 1]
     assert runs and all(len(s.tape.arrays()) == 3 * 5 for s in runs), "rows are copied together"

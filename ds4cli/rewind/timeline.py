@@ -28,6 +28,7 @@ from ds4cli.rewind.checkpoints import Checkpoint, Checkpoints
 from ds4cli.rewind.horizon import Horizon, Segment
 from ds4cli.rewind.layers import Hold, Layers
 from ds4cli.rewind.plan import Reach, RewindPlan, RewindReport, call_sizes, plan
+from ds4cli.rewind.room import Room
 from ds4cli.settings import MAX_BLOCK_TOKENS, Settings
 from ds4cli.tape import Recorder, Slots, Tape
 from ds4cli.tokens import common_prefix
@@ -408,11 +409,11 @@ class Timeline:
             return
         recurrent = bool(now.layers.recurrent)
         # A long feed's early calls: no tape, or one for checkpoints inside, and the last row only.
-        if recurrent and (block.tape is None or len(block.logits) < len(block.feed)):
+        if len(block.logits) < len(block.feed) or (recurrent and block.tape is None):
             now.horizon.clear()
             return
-        start = block.hold.slots if recurrent else None
-        segment = Segment(block.start, len(block.feed), block.tape, (block.logits,), start)
+        start, end = block.hold.slots if recurrent else None, block.start + len(block.feed)
+        segment = Segment(block.start, end, block.tape, (block.logits,), start)
         if rows < len(block.feed):
             segment = segment.head(rows)
         now.horizon.append(segment, before.logits)
@@ -422,13 +423,13 @@ class Timeline:
     def record_bytes(self, limits: Limits) -> int:
         """About what going back within `limits` keeps of a text that grows token by token. Known
         after the first call."""
-        horizon = Horizon(limits.horizon_tokens, limits.budget_bytes, self.recorder)
+        state = 0 if self.recorder is None else self.recorder.sizes.state
         row = self._logits_row_bytes + self.tape_bytes_per_token
-        return limits.horizon_tokens * row + 2 * horizon.checkpoint_bytes
+        return limits.horizon_tokens * row + 2 * state
 
     @property
     def tape_bytes_per_token(self) -> int:
-        return 0 if self.recorder is None else self.recorder.row_bytes
+        return 0 if self.recorder is None else self.recorder.sizes.row
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -626,7 +627,7 @@ class Timeline:
             return None
         if self._now.layers.recurrent and self.recorder is None:
             return 0
-        return min(self.limits.horizon_tokens, self._affordable_rows())
+        return min(self.limits.horizon_tokens, self._room().free_rows)
 
     # -- branches and files -----------------------------------------------------------------------
 
@@ -736,16 +737,15 @@ class Timeline:
 
     # -- long feeds -------------------------------------------------------------------------------
 
-    def _affordable_rows(self) -> int:
-        """Rows whose tape and logits the horizon's budget holds, beside one checkpoint."""
-        return self.horizon.affordable_rows(self._logits_row_bytes)
+    def _room(self) -> Room:
+        return self.horizon.room_for(self._logits_row_bytes)
 
     def _call_sizes(self, n: int) -> list[int]:
         return call_sizes(n, self.limits.chunk_tokens, self._last_call_tokens())
 
     def _last_call_tokens(self) -> int:
         """How many rows the final call of a feed may keep tape and logits for."""
-        most = min(self.limits.chunk_tokens, self._affordable_rows())
+        most = min(self.limits.chunk_tokens, self._room().free_rows)
         if self._now.layers.splits_long_calls:
             most = min(most, self.limits.slack_tokens)
         return max(1, most)
@@ -759,7 +759,7 @@ class Timeline:
     ) -> None:
         """Feed tokens in calls of at most one chunk. If these are the `last` tokens to feed, the
         final call becomes the record, and the calls within the horizon keep what it needs."""
-        done, horizon = 0, min(self.limits.horizon_tokens, self._affordable_rows())
+        done, horizon = 0, min(self.limits.horizon_tokens, self._room().free_rows)
         sizes = self._call_sizes(len(tokens))
         for i, size in enumerate(sizes):
             if cancel():
@@ -792,7 +792,7 @@ class Timeline:
         if rows <= INNER_EVERY or self.recorder is None or not self.recorder.has_inner_states:
             return 0
         affordable = rows * self.tape_bytes_per_token <= self.horizon.budget_bytes
-        return INNER_EVERY if affordable and self.horizon.is_dense else 0
+        return INNER_EVERY if affordable and self._room().is_dense else 0
 
 
 def _check_like(

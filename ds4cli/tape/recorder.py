@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,19 +20,28 @@ from ds4cli.tape.tape import Tape
 from ds4cli.tape.tracks import Track
 
 
+class Sizes(NamedTuple):
+    """Bytes, all layers together, and in how many arrays: of a row of tape, of the rows that the
+    tape of a call has in front of its own (`history`), of the recurrent states."""
+
+    row: int = 0
+    history: int = 0
+    state: int = 0
+    row_arrays: int = 0
+    state_arrays: int = 0
+
+
 class Recorder:
     """A model whose recurrent modules can record. Make one with `arm`.
 
-    families: names of the recurrences found, for people; empty for a model without any.
-    row_bytes, state_bytes: what a row of tape and the states take, all layers together, row_arrays
-    and state_arrays: in how many arrays; 0 until a tape was made. has_inner_states: whether all
-    recurrences can leave states inside a long call.
+    families: names of the recurrences found, for people; empty for a model without any. sizes: what
+    is recorded takes; nothing until a tape was made. has_inner_states: whether all recurrences can
+    leave states inside a long call.
     """
 
     def __init__(self, families: list[str], swaps: Swaps):
         self.families = families
-        self.row_bytes = self.state_bytes = 0
-        self.row_arrays = self.state_arrays = 0
+        self.sizes = Sizes()
         self.has_inner_states = False
         self._swaps = swaps
 
@@ -87,19 +96,19 @@ class Recorder:
         size = len(lanes[0])
         for i, tape in enumerate(tapes):
             own = found[i * size : (i + 1) * size]
-            if self.row_bytes:
+            if self.sizes.row:
                 tape.fill_later(rows[i], partial(_tracks, own))
             else:
                 self._fill(tape, own)
 
     def _fill(self, tape: Tape, found: list[frames.Frame]) -> None:
         tape.fill(_tracks(found))
-        if not self.row_bytes:
+        if not self.sizes.row:
             slots: list[mx.array | None] = [x for f in found for x in f.cache.cache]
             states = [x for x in slots if x is not None]
-            self.row_bytes, self.has_inner_states = tape.row_bytes, tape.has_inner_states
-            self.row_arrays, self.state_arrays = len(tape.arrays()), len(states)
-            self.state_bytes = taken_bytes(states)
+            arrays, taken = len(tape.arrays()), taken_bytes(states)
+            self.has_inner_states = tape.has_inner_states
+            self.sizes = Sizes(tape.row_bytes, tape.history_bytes, taken, arrays, len(states))
 
 
 def _tracks(found: list[frames.Frame]) -> list[list[tuple[Track, ...]]]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import mlx.core as mx
 
-from ds4cli.backend.memory import taken_bytes
 from ds4cli.errors import ModelError
 from ds4cli.tape.tracks import Track, spans
 
@@ -53,13 +52,20 @@ class Tape:
 
     @property
     def nbytes(self) -> int:
-        return taken_bytes(self.arrays())
+        """Bytes that are held alive."""
+        return sum(t.nbytes for t in self._tracks())
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row of all layers, 0 on an empty tape."""
         first = (tracks[0] for slots in self._layers for tracks in slots)
         return sum(x.nbytes // max(1, x.shape[1]) for t in first for x in t.data)
+
+    @property
+    def history_bytes(self) -> int:
+        """Bytes of what stands in front of the rows, as in every call."""
+        lead = ((t.data[0], t.lead) for t in self._tracks())
+        return sum(max(0, n) * (x.nbytes // x.shape[1]) for x, n in lead)
 
     @property
     def has_inner_states(self) -> bool:

@@ -8,12 +8,13 @@ all `Tail`; every other recurrence has its own file in `families/`.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 import mlx.core as mx
 
+from ds4cli.backend.memory import taken_bytes
 from ds4cli.hooks.cuda.rows import joined
 
 if TYPE_CHECKING:
@@ -41,11 +42,13 @@ def batched(starts: Sequence[mx.array | None], axis: int = 0) -> mx.array | None
 class Track:
     """Rows of one slot. data: arrays (1, rows, ...), one per input of the recurrence.
 
+    viewed_bytes: of the longer arrays that ours are views of, if they are.
     has_inner_states: a long call can leave what the slot was in the middle of it, see `inner_rows`.
     recomputes: a replay runs projections of the model again, as precise as the type of its rows.
     """
 
     data: tuple[mx.array, ...]
+    viewed_bytes: int = field(default=0, kw_only=True)
     has_inner_states: ClassVar[bool] = False
     recomputes: ClassVar[bool] = False
     lead = 0  # see `Tail`
@@ -53,6 +56,11 @@ class Track:
     @property
     def rows(self) -> int:
         return self.data[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """What is held alive."""
+        return self.viewed_bytes or taken_bytes(self.data)
 
     @property
     def in_half(self) -> bool:
@@ -63,7 +71,8 @@ class Track:
         """Rows start .. stop (views)."""
         if start == 0 and stop == self.rows:
             return self
-        return replace(self, data=tuple(x[:, start:stop] for x in self.data))
+        data = tuple(x[:, start:stop] for x in self.data)
+        return replace(self, data=data, viewed_bytes=self.nbytes)
 
     def of(self, i: int) -> Self:
         """The rows of one cache, where those of a batch were recorded (views)."""
@@ -78,7 +87,8 @@ class Track:
     def join(cls, tracks: Sequence[Self]) -> Self:
         """Consecutive tracks of one slot as one; a copy that keeps no longer buffer alive."""
         columns = zip(*(t.data for t in tracks), strict=True)
-        return replace(tracks[0], data=tuple(joined(column) for column in columns))
+        data = tuple(joined(column) for column in columns)
+        return replace(tracks[0], data=data, viewed_bytes=0)
 
     @classmethod
     def gather(cls, tracks: Sequence[Self]) -> Track:
@@ -157,7 +167,8 @@ class Tail(Track):
     def cut(self, start: int, stop: int) -> Self:
         if start == 0 and stop == self.rows:
             return self
-        return replace(self, data=(self._rows(start, stop),), lead=0)
+        x = self._rows(start, stop)
+        return replace(self, data=(x,), lead=0, viewed_bytes=self.nbytes)
 
     @classmethod
     def needed(cls, tracks: Sequence[Self]) -> list[Self]:
@@ -169,7 +180,8 @@ class Tail(Track):
             if start < left:
                 first = max(-t.lead, -start)
                 x = t._rows(first, left - start)
-                parts.append(cls((x,), t.keep, t.grows, t.time_axis))
+                held = 0 if x is t.data[0] else t.nbytes
+                parts.append(cls((x,), t.keep, t.grows, t.time_axis, viewed_bytes=held))
                 left = start + first
             end = start
         return parts[::-1]

@@ -1,0 +1,84 @@
+"""How many positions a budget holds: numbers only, without a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds4cli.rewind import room
+from ds4cli.rewind.room import Room
+from ds4cli.tape import Sizes
+
+# A row is 64 bytes of tape and 32 of logits, beside states of 64.
+SIZES = Sizes(row=64, history=0, state=64, row_arrays=2, state_arrays=2)
+LOGITS = 32
+PAGE = 16384
+
+
+def rooms(budget, limit=10**6, sizes=SIZES, page=1):
+    return Room.of(limit, budget, sizes, LOGITS, page)
+
+
+def test_many_checkpoints_only_where_they_are_cheap():
+    """Eight of them in a quarter of the budget are many."""
+    cheap = 4 * 8 * SIZES.state
+    assert rooms(cheap).is_dense and not rooms(cheap - 4).is_dense
+    assert rooms(cheap).spacing == room.DENSE_SPACING
+    assert rooms(0, sizes=Sizes()).is_dense
+
+
+def test_a_second_checkpoint_only_where_it_takes_no_row(monkeypatch):
+    """It took the room of all rows before it."""
+    monkeypatch.setattr(room, "DENSE_CHECKPOINTS", 10**9)
+    two = 2 * (64 + 32) + (2 * 500 + 32) * 96
+    assert rooms(two, limit=500).spacing == 500
+    assert rooms(two - 1, limit=500).spacing is None
+
+
+@pytest.mark.parametrize(
+    ("budget", "arrays", "rows"),
+    [
+        (20_000, 10**9, (20_000 - 96) // 98 - 15),
+        (1 << 20, 10**9, ((1 << 20) - 96) // 98 - 31),
+        (1 << 20, 3000, 352 + (3000 - 352 * 5) // 5 * 32 - 31),
+        (1 << 20, 1700, 304 + (1700 - 304 * 5) // 5 * 16 - 15),
+        (96 + 95, 10**9, 0),
+        (96 + 4 * 96 - 1, 10**9, 0),
+        (96 + 4 * 96, 10**9, 1),
+    ],
+)
+def test_the_rows_that_a_budget_holds(monkeypatch, budget, arrays, rows):
+    """What a front end is promised is this number: rows go by runs, so a run less one."""
+    monkeypatch.setattr(room, "MAX_ARRAYS", arrays)
+    assert rooms(budget).free_rows == rows
+
+
+def test_histories_that_calls_repeat_are_counted():
+    """A row fed alone takes those before it too: nearly three times what was counted."""
+    sizes = SIZES._replace(history=150)
+    for budget in (3_000, 10_000, 60_000):
+        counted = rooms(budget, sizes=sizes)
+        assert counted.free_rows < rooms(budget).free_rows
+        rows = counted.free_rows + counted.run_rows - 1
+        assert 96 + counted.run_rows * 150 + rows * 98 <= budget
+
+
+def test_runs_are_short_where_the_budget_is(monkeypatch):
+    """Whole runs go: with long ones nothing could be promised; short ones take more replays."""
+    monkeypatch.setattr(room, "DENSE_CHECKPOINTS", 10**9)
+    sizes = SIZES._replace(history=150)
+    runs = [rooms(n * 96, limit=256, sizes=sizes).run_rows for n in (40, 100, 200, 300, 500)]
+    assert runs == sorted(runs) and (runs[0], runs[-1]) == (4, 32)
+    for rows in (40, 100, 200, 256):
+        assert rooms(rows * 96, limit=256, sizes=sizes).free_rows >= 0.85 * (rows - 12)
+
+
+def test_where_every_array_takes_pages_rows_are_copied_at_once(monkeypatch):
+    """On Metal an array of 4 bytes takes 16 kB."""
+    monkeypatch.setattr(room, "DENSE_CHECKPOINTS", 0)
+    assert rooms(1 << 20, page=PAGE).linked_rows == 0 and rooms(1 << 20).linked_rows == 256
+    loose, packed = 98 + 2 * PAGE, 98
+    for budget in (20 * loose, 200 * loose):
+        found = rooms(budget, page=PAGE)
+        linked = min(3 * found.run_rows, (budget - 96) // loose)
+        more = (budget - 96 - linked * loose) // packed
+        assert found.free_rows == linked + more - (found.run_rows - 1)
