@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import lru_cache
+from unittest import mock
 
 import mlx.core as mx
 import pytest
@@ -40,14 +41,15 @@ from tiny import V, build
 from ds4cli.caches import build_caches
 from ds4cli.drafters.drafter import Drafter
 from ds4cli.drafters.ngram import NgramDrafter
+from ds4cli.engine.engine import Engine
 from ds4cli.rewind.horizon import Horizon
 from ds4cli.rewind.layers import Layers
-from ds4cli.rewind.timeline import Timeline
+from ds4cli.rewind.timeline import Limits, Timeline
 from ds4cli.sampling import Sampler
 from ds4cli.tools.parse import ParsedCall
 from ds4cli.tools.steps import GuardEnd, GuardStep, Instead
 
-EOS = 5
+EOS = (5, 25, 45, 65, 85)
 CALL_TOKENS = 3
 DEPTHS, LENGTHS = st.integers(0, 45), st.integers(1, 12)
 SEEDS = st.integers(0, 999)
@@ -81,7 +83,7 @@ class EvenCalls:
         left = self.left[-1]
         if left and token % 2:
             return GuardStep(event="left", bad_pos=pos, reason="odd")
-        if token == EOS:
+        if token in EOS:
             return GuardStep(emit=text)
         self.left.append(left - 1 if left else CALL_TOKENS * opens(token))
         if left == 1:
@@ -134,15 +136,84 @@ class EvenCalls:
         return GuardEnd()
 
 
+def may_follow(before: int | None, token: int) -> bool:
+    """Whether `Neighbours` lets `token` stand behind `before`."""
+    return before is None or (before + token) % 3 > 0
+
+
+class Neighbours:
+    """A guard over all of a reply, whose text is shown as it comes: see `may_follow`."""
+
+    is_open, opened = True, None
+
+    def __init__(self):
+        self.ids = []
+        self.start = None
+
+    def feed(self, pos, token, text):
+        self.start = pos if self.start is None else self.start
+        del self.ids[pos - self.start :]
+        if token not in EOS and not may_follow(self._last, token):
+            return GuardStep(event="left", bad_pos=pos, reason="neighbours")
+        self.ids.append(token)
+        return GuardStep(emit=text)
+
+    def rewind(self, pos):
+        if self.start is not None:
+            del self.ids[pos - self.start :]
+
+    @property
+    def _last(self):
+        return self.ids[-1] if self.ids else None
+
+    @property
+    def settled(self):
+        return (self.start or 0) + len(self.ids)
+
+    def allowed(self, size, before=None):
+        before = self._last if before is None else before
+        return mx.array([i in EOS or may_follow(before, i) for i in range(size)]).__array__()
+
+    def filter(self, tokens):
+        pairs = list(zip([self._last, *tokens], tokens, strict=False))
+        return next((i for i, pair in enumerate(pairs) if not may_follow(*pair)), len(tokens))
+
+    def instead(self, tokens, pick, size):
+        if self.filter(tokens) < len(tokens) or pick in EOS or may_follow(tokens[-1], pick):
+            return None
+        return Instead(self.allowed(size, tokens[-1]), "neighbours")
+
+    def forced(self, tokens):
+        return []
+
+    def finish(self, reason):
+        return GuardEnd()
+
+
+GUARDS = {"even": EvenCalls, "neighbours": Neighbours}
+
+
 class Guesser(Drafter):
-    """Knows what comes, and is right about two of three tokens."""
+    """Knows what comes, and is right about two of three tokens.
+
+    It holds the session to what drafters are promised: the text that it is given is the session's,
+    and below the position that it was last told of, it is the text that was given before.
+    """
 
     name = "guesser"
 
-    def __init__(self, text=()):
+    def __init__(self, session, text=()):
+        self.session = session
         self.text = list(text)
+        self.seen = []
+
+    def rewind(self, pos):
+        del self.seen[pos:]
 
     def propose(self, tokens, n):
+        assert tokens[:-1] == self.session.tokens, "another text"
+        assert tokens[: len(self.seen)] == self.seen, "changed, and not told"
+        self.seen = tokens[:-1]
         known = self.text[len(tokens) : len(tokens) + n]
         return [t if (len(tokens) + i) % 3 else (t + 1) % V for i, t in enumerate(known)]
 
@@ -151,28 +222,31 @@ class Course(RuleBasedStateMachine):
     """One family; every course begins with other limits."""
 
     family = "llama"
+    limits = None
+    others = ()
 
     @initialize(
-        horizon=st.sampled_from((16, 0, 4, 64)),
-        chunk=st.sampled_from((4, 16, 64)),
-        megabytes=st.sampled_from((64, 1, 0)),
-        temp=st.sampled_from((0.0, 0.8)),
+        horizon=st.sampled_from((16, 4, 0, 64)),
+        chunk=st.sampled_from((16, 4, 64)),
+        kilobytes=st.sampled_from((65536, 600, 100, 0)),
+        temp=st.sampled_from((0.0, 0.8, 2.0)),
         drafter=st.sampled_from(("guesser", "ngram", "none")),
         speculate=st.sampled_from(("always", "auto")),
         seed=SEEDS,
     )
-    def begin(self, horizon, chunk, megabytes, temp, drafter, speculate, seed):
+    def begin(self, horizon, chunk, kilobytes, temp, drafter, speculate, seed):
         self.dice = random.Random(seed)
+        # The setting counts in megabytes, which tiny models never fill.
+        limits = Limits(horizon, kilobytes << 10, chunk)
+        self.limits = mock.patch.object(Engine, "_limits", limits)
+        self.limits.start()
         self.model = model(self.family)
         kv = dict(kv_bits=8, kv_group_size=32) if self.family.endswith(" kv") else {}
         self.make = quantised if kv else make_prompt_cache
         self.engine = engine(
             "",
             model=self.model,
-            eos=[EOS],
-            horizon_tokens=horizon,
-            prefill_step_size=chunk,
-            rewind_mb=megabytes,
+            eos=EOS,
             temp=temp,
             drafter="ngram" if drafter == "ngram" else "none",
             speculate=speculate,
@@ -190,7 +264,7 @@ class Course(RuleBasedStateMachine):
     def draft(self, text=()):
         """What the drafter knows of the text that comes."""
         if self.guesses:
-            self.session.drafter = Guesser(text)
+            self.session.drafter = Guesser(self.session, text)
 
     # -- what plain decoding writes ----------------------------------------------------------------
 
@@ -199,18 +273,22 @@ class Course(RuleBasedStateMachine):
         fresh.attempt = self.session.attempt
         return fresh
 
-    def expected(self, n, guarded=False, stop=None):
+    def expected(self, n, guard="", stop=None):
         """The tokens of a reply, and how it ends."""
+        guarded, neighbours = guard == "even", Neighbours()
         caches = self.make(self.model)
         text, out, left, closed = list(self.session.tokens), [], 0, None
         row, sampler = self.model(mx.array([text]), cache=caches)[0, -1], self.sampler()
         even = mx.arange(V) % 2 == 0
         while len(out) < n:
             mask = even if left else None
+            if guard == "neighbours" and out:
+                mask = mx.array(neighbours.allowed(V, out[-1]))
             pick = sampler.pick(row[None], len(text), text, mask).item()
-            if closed == len(out) and (pick == EOS or not opens(pick)):
+            if closed == len(out) and (pick in EOS or not opens(pick)):
                 return out, "tool"
-            if pick == EOS:
+            if pick in EOS:
+                self.ended_by = pick
                 return out, "stop"
             out.append(pick)
             text.append(pick)
@@ -270,7 +348,7 @@ class Course(RuleBasedStateMachine):
     def checkpoint(self, kind):
         self.session.checkpoint(kind)
 
-    @rule(depth=st.sampled_from((1, 2, 0, 3)), n=LENGTHS, ahead=st.integers(1, 8))
+    @rule(depth=st.sampled_from((1, 2, 0, 3)), n=st.integers(1, 40), ahead=st.integers(1, 8))
     def detour(self, depth, n, ahead):
         """Mark a place, go on, back to before it, and over it with another text that is longer than
         most records."""
@@ -287,29 +365,35 @@ class Course(RuleBasedStateMachine):
         """A block of which a part is kept."""
         expected, reason = self.expected(right + 1)
         before = self.session.tokens
-        guesses = [*expected[1:], *self.words(wrong)]
+        end = [self.ended_by] if expected and reason == "stop" else []
+        guesses = [*expected[1:], *end, *self.words(wrong)]
         step = self.session.step(drafts=guesses)
         assert self.session.tokens == [*before, *step.tokens]
+        assert not {*step.tokens} & {*EOS}, "an end is no text"
         if self.is_reproduced():
             assert step.tokens[: len(expected)] == expected
             assert expected or (step.finish_reason, reason) == ("stop", "stop")
 
     @rule(
         n=st.integers(1, 16),
-        way=st.sampled_from(("plain", "guard", "stop", "left early", "cancelled")),
+        guard=st.sampled_from(("", "neighbours", "even")),
+        way=st.sampled_from(("to its end", "stop", "left early", "cancelled")),
     )
-    def stream(self, n, way):
-        guard = EvenCalls() if way == "guard" else None
-        expected, reason = self.expected(n, guard is not None)
-        stop = Letters().decode(expected[len(expected) // 2 :][:2]) if way == "stop" else None
-        if stop:
-            expected, reason = self.expected(n, stop=stop)
+    def stream(self, n, guard, way):
+        expected, reason = self.expected(n, guard)
+        stop = None
+        if way == "stop" and guard != "even":
+            stop = Letters().decode(expected[len(expected) // 2 :][:2]) or None
+            expected, reason = self.expected(n, guard, stop)
         before = self.session.tokens
         self.draft([*before, *expected, *self.words(4)])
         looks = iter([False] * 2)
         cancel = (lambda: next(looks, True)) if way == "cancelled" else (lambda: False)
         stream = self.session.stream(
-            max_tokens=n, stop=[stop] if stop else [], guard=guard, cancel=cancel
+            max_tokens=n,
+            stop=[stop] if stop else [],
+            guard=GUARDS[guard]() if guard else None,
+            cancel=cancel,
         )
         said, text, last = [], "", None
         for i, last in enumerate(stream):
@@ -323,15 +407,31 @@ class Course(RuleBasedStateMachine):
         if not self.is_reproduced():
             return
         assert out == expected[: len(out)]
-        if guard is None:
+        if guard != "even":
             assert text == Letters().decode(out)[: len(text)]
         if last.finish_reason not in (None, "cancelled"):
             assert (out, said, last.finish_reason) == (expected, expected, reason)
+
+    @rule(n=st.integers(2, 12), at=st.integers(1, 4), depth=st.integers(1, 20))
+    def stream_and_move(self, n, at, depth):
+        """Taken back between two events, a reply goes on from there, to the same end."""
+        before = self.session.tokens
+        expected, reason = self.expected(n)
+        self.draft([*before, *expected, *self.words(4)])
+        events = []
+        for event in self.session.stream(max_tokens=n):
+            events.append(event)
+            if len(events) == at and event.finish_reason is None:
+                self.session.rewind(max(len(before), self.session.pos - depth))
+        if self.is_reproduced():
+            assert self.session.tokens == [*before, *expected]
+            assert events[-1].finish_reason == reason
 
     @rule()
     def fork(self):
         self.others.append((self.session, self.session.tokens))
         self.session = self.session.fork()
+        self.draft()
 
     @precondition(lambda self: self.others)
     @rule()
@@ -365,7 +465,7 @@ class Course(RuleBasedStateMachine):
             self.session.rewind(max(1, self.session.pos - depth))
         self.session.attempt += 1
 
-    @rule(temp=st.sampled_from((0.0, 0.8)), penalty=st.sampled_from((1.0, 1.5)))
+    @rule(temp=st.sampled_from((0.0, 0.8, 2.0)), penalty=st.sampled_from((1.0, 1.5)))
     def use(self, temp, penalty):
         was, attempt = self.session.sampler.settings, self.session.attempt
         self.session.use(replace(was, temp=temp, repetition_penalty=penalty))
@@ -429,14 +529,15 @@ class Course(RuleBasedStateMachine):
 
     @invariant()
     def what_is_kept_fits_the_budget(self):
-        kept = self.session.kept_bytes()
-        budget = self.engine.settings.rewind_mb << 20
+        kept, budget = self.session.kept_bytes(), self.session.limits.budget_bytes
         if len(self.session._timeline.horizon.segments) > 1:
             assert kept["horizon"] <= budget // 2
         assert kept["checkpoints"] <= budget
 
     def teardown(self):
-        for session, tokens in getattr(self, "others", ()):
+        if self.limits is not None:
+            self.limits.stop()
+        for session, tokens in self.others:
             assert session.tokens == tokens
             self.session = session
             self.holds(session)

@@ -195,6 +195,19 @@ def test_a_cut_call_goes_on_under_a_new_guard(name):
         assert events[-1].calls == last.calls
 
 
+def test_what_a_reply_forbade_is_allowed_when_it_was_left():
+    """A stream left right after a repair: the next token, of plain text, was still the grammar's."""
+    session, wrapper, _ = session_for("json_tools", BAD["json_tools"])
+    stream = session.stream(max_tokens=LENGTH, guard=Guard(wrapper, TOOLS))
+    while not session.stats.repairs:
+        next(stream)
+    row, pos = session.logits[None], session.pos
+    held, free = session.next_token(), session.sampler.pick(row, pos, session.tokens).item()
+    assert session.stats.repairs[0].pos == pos and held != free
+    stream.close()
+    assert session.next_token() == free
+
+
 @pytest.mark.parametrize("name", list(GOOD))
 def test_a_reply_cut_inside_a_marker_shows_no_half_of_it(name):
     """Guards: `<tool_` on the screen, or prose like it lost, when a cut reply goes on; with the

@@ -379,6 +379,59 @@ def test_no_marks_inside_calls_that_they_would_not_pay_for():
     assert [f.pos for f in t.checkpoints.kept] == [61, 261, 461]
 
 
+def test_horizon_and_checkpoints_share_one_budget():
+    """Each kept to its own share, both together held more than `--rewind-mb`."""
+    t = timeline("qwen3_next", horizon=48)
+    t.sync(prompt(8))
+    t.limits = Limits(48, 9 * t.recorder.state_bytes, 512)
+    t._now = t._now._replace(**dict(zip(("horizon", "checkpoints"), t._records(), strict=True)))
+    whole = set()
+    for i in range(60):
+        step(t, [i % V, 3, 4])
+        t.checkpoint("turn" if i % 2 else "block")
+        kept = t.kept_bytes()
+        assert kept["horizon"] + kept["checkpoints"] <= t.limits.budget_bytes
+        whole.add(kept["checkpoints"] + t.recorder.state_bytes > t.limits.budget_bytes // 2)
+    assert whole == {False, True}, "what the horizon leaves is used"
+
+
+def test_no_call_is_longer_than_a_chunk(monkeypatch):
+    """What is read again, or read last, in one call of any length: its memory is not bounded."""
+    t, sizes, feed = timeline("qwen3_next", horizon=4, chunk=8), [], Timeline.feed
+    monkeypatch.setattr(
+        Timeline, "feed", lambda t, tokens, **k: sizes.append(len(tokens)) or feed(t, tokens, **k)
+    )
+    t.sync(prompt(30))
+    assert sum(sizes) == 30 and max(sizes) == 8
+    for pos in (27, 13):
+        t.sync(prompt(60))
+        sizes.clear()
+        report = t.rewind(pos)
+        assert sum(sizes) == report.replayed and max(sizes) <= 8 and len(sizes) == report.forwards
+        check(t)
+
+
+def test_a_twin_keeps_within_its_own_limits():
+    """A lane's branch with a short horizon kept as much as the text it came from."""
+    t = timeline("qwen3_next", horizon=64)
+    t.sync(prompt(30))
+    t.checkpoint("turn")
+    step(t, [1, 2, 3])
+    few = Limits(4, 1 << 20, 16)
+    twin, alike = t.fork(few), t.fork()
+    assert (twin.limits, twin.horizon.limit, twin.checkpoints.budget_bytes) == (few, 4, 1 << 20)
+    assert twin.horizon.budget_bytes == 1 << 19
+    assert (twin.last_block, twin.horizon.segments, twin.checkpoints.kept) == ((33, 33), [], [])
+    assert (alike.limits, alike.last_block) == (t.limits, t.last_block) == (t.limits, (30, 33))
+    assert alike.checkpoints.has(30, "turn") and alike.rewind(20).forwards == 0
+    for i in range(12):
+        step(twin, [i])
+    assert (twin.plan(41).source, twin.plan(38).source) == ("horizon", "rebuild")
+    assert (t.counters.forwards, twin.counters.forwards) == (2, 12)
+    for each in (twin, alike, t):
+        check(each)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_rows_of_long_feeds_are_not_mistaken_for_each_other(name):
     """Early calls of a feed keep one row: going back into them took the row of another position."""

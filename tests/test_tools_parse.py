@@ -13,6 +13,7 @@ from toolkit import TOOLS
 from ds4cli.tools import FORMATS, Refused, Tool, parse_calls
 from ds4cli.tools.formats import BAR
 from ds4cli.tools.mend import members, read
+from ds4cli.tools.parse import ParsedCall
 
 PARSERS = Path(mlx_lm.__file__).parent / "tool_parsers"
 
@@ -300,6 +301,45 @@ def test_a_string_where_a_number_belongs_is_read_and_noted():
     """`"days": "3"` loses the whole call although it can mean only one thing."""
     (call,) = parse("json_tools", CALL.replace("Paris", 'Paris", "days": "3'))
     assert json.loads(call.arguments)["days"] == 3 and "days" in call.notes[0]
+
+
+def test_what_else_is_text_stays_text_when_one_value_is_read():
+    """After the first string that may be one, no other was looked at."""
+    (call,) = parse("json_tools", call_of(s="12", n="3", b="true"), [TYPED])
+    assert json.loads(call.arguments) == {"s": "12", "n": 3, "b": True} and len(call.notes) == 2
+    with pytest.raises(Refused, match="`typed`"):
+        parse("json_tools", call_of(n="x", b="true"), [TYPED])
+
+
+def call_of(**arguments):
+    return json.dumps({"name": "typed", "arguments": arguments})
+
+
+def test_letters_stay_letters_and_halves_of_them_escapes():
+    """`Z\\u00fcrich` for a sampled `Zürich`; or half a character that no file can hold."""
+    tagged = "<function=typed>\n<parameter=s>\nZürich 🙂\n</parameter>\n</function>"
+    assert parse("qwen3_coder", tagged, [TYPED])[0].arguments == '{"s": "Zürich 🙂"}'
+    (call,) = parse("json_tools", call_of(s="\ud800", n="3"), [TYPED])
+    assert call.arguments == '{"s": "\\ud800", "n": 3}'
+
+
+def test_names_that_are_nearly_declared():
+    """A call lost for `functions.` in front of its name; or a refusal that names no tool."""
+    (call,) = parse("json_tools", CALL.replace("get_w", "functions.get_w"))
+    assert call.name == "get_weather" and "was read as `get_weather`" in call.notes[0]
+    with pytest.raises(Refused, match="no tool `get_wether` is declared; `get_weather` is"):
+        parse("json_tools", CALL.replace("get_weather", "get_wether"))
+    twins = [Tool("Now", "", {"type": "object"}), Tool("now", "", {"type": "object"})]
+    with pytest.raises(Refused, match="no tool `NOW`"):
+        parse("json_tools", '{"name": "NOW", "arguments": {}}', twins)
+
+
+def test_the_form_that_clients_know():
+    """Guards: a key that no client reads."""
+    call = ParsedCall("f", '{"a": 1}', id="call_1")
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    assert call.openai() == {"id": "call_1", "type": "function", "function": function}
+    assert (call.outcome, ParsedCall("f", "{}", ("n",)).outcome) == ("valid", "repaired")
 
 
 def test_gemma_nesting_and_quotes():

@@ -260,6 +260,39 @@ def test_another_tokenizer_reads_the_same_texts(name):
     assert writer.retokenised(foreign).tokens == expected.tokens
 
 
+def test_a_foreign_chat_may_begin_with_a_reply_or_end_with_a_question():
+    """A chat of another model whose last message was not answered lost it."""
+    writer = scribe("chatml")
+    asked = Line(None, (9,), (Turn("user", "hi", (1,)), Turn("assistant", "ho", (3,))))
+    asked = asked.plus(Turn("user", "more", (4,)))
+    assert writer.retokenised(asked).tokens == talk(writer, "hi", "ho", "more").tokens
+    begun = writer.retokenised(Line(None, (9,), (Turn("assistant", "ho", (3,)),)))
+    assert begun.tokens == [*writer.begin(None).head, *encode("ho")]
+
+
+def test_an_edited_reply_says_the_new_answer():
+    """The ids of the new text under the words of the old one."""
+    writer = scribe("qwen3-think")
+    raw = "<think>\nwell\n</think>\n\nho the other"
+    turn = Turn("assistant", "ho the other", tuple(encode(raw)), finish_reason="stop")
+    edited = writer.edit_reply(turn, raw.replace("ho", "hey"), "hey the other")
+    assert (edited.content, edited.finish_reason) == ("hey the other", "stop")
+    assert decode(list(edited.tokens)) == raw.replace("ho", "hey")
+
+
+def test_redrawn_history_keeps_its_system_text_and_all_results():
+    """The system text, or the second of two results, gone from the redrawn history."""
+    writer = scribe("chatml")
+    line = writer.ask(writer.begin("Be brief."), user("both?"))
+    line = line.plus(Turn("assistant", "calls", tuple(encode("calls"))))
+    line = writer.ask(line, Turn("tool", "A"), Turn("tool", "B"))
+    short = writer.without_reasoning(line, lambda turn: turn.content)
+    messages = [{"role": "system", "content": "Be brief."}, *(t.message for t in line.turns)]
+    assert decode(short.tokens) == writer.template.render(messages, True)
+    assert [t.content for t in short.turns] == ["both?", "calls", "A", "B"]
+    assert short.turns[2].tokens == () != short.turns[3].tokens
+
+
 @given(st.text(max_size=30), st.sampled_from(ALL))
 @settings(max_examples=60, deadline=None)
 def test_any_text_is_one_turn(text, name):
@@ -416,6 +449,46 @@ def test_turns_that_do_not_exist(number):
     _, transcript = chat("a", "b")
     with pytest.raises(UsageError):
         transcript.line.turn(number)
+
+
+def test_turns_and_exchanges_by_number():
+    """The last one, or the first, out of reach; or another than the one that was named."""
+    _, transcript = chat("a", "b", "c", "d", "e")
+    line = transcript.line
+    assert [line.turn(n).content for n in range(1, 6)] == list("abcde")
+    assert [line.exchange(back) for back in (1, 2, 3)] == [5, 3, 1]
+    assert (line.last("user"), line.last("assistant"), line.last("tool")) == (5, 4, 0)
+    with pytest.raises(UsageError, match="no exchange `4` back"):
+        line.exchange(4)
+    with pytest.raises(UsageError, match="nothing to go back over"):
+        line.upto(0).exchange(1)
+
+
+def test_what_two_lines_share():
+    """Turns of a line under another system text taken for the same."""
+    _, transcript = chat("a", "b", "c", "d")
+    line = transcript.line
+    other = line.upto(2).plus(user("x"))
+    assert (line.shared(other), line.shared(line), other.shared(line.upto(1))) == (2, 4, 1)
+    assert line.shared(replace(line, system="s")) == line.shared(replace(line, head=(1,))) == 0
+    assert line.upto(2).begins(line) and not line.begins(line.upto(2))
+    assert not line.upto(2).begins(replace(line, system="s")) and not other.begins(line)
+
+
+def test_a_copy_of_a_transcript_stays_as_it_was():
+    """What failed after a command was undone in part: branches and redo were the copy's too."""
+    writer, transcript = chat("a", "b")
+    line = transcript.line
+    transcript.go_back(line.upto(0))
+    other = writer.ask(line.upto(0), user("x"))
+    transcript.say(other)
+    transcript.branch("idea")
+    transcript.go_back(line.upto(0))
+    was = transcript.copy()
+    assert was == transcript
+    transcript.switch("~1")
+    assert (was.name, was.line, was.redo) == ("idea", line.upto(0), [other])
+    assert (was.named, was.dropped) == ({"main": other}, {1: line})
 
 
 @pytest.mark.parametrize("back", [0, 2, -1])

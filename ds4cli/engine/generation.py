@@ -131,6 +131,8 @@ class Generation:
         try:
             yield from self._blocks(begin)
         finally:
+            if self._masked_at == session.pos:
+                session.pick_again()  # nothing is forbidden any more
             session.attempt, session.generation = attempt, None
 
     def _blocks(self, begin: Steps) -> Iterator[Event]:
