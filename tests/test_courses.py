@@ -226,7 +226,7 @@ class Course(RuleBasedStateMachine):
     others = ()
 
     @initialize(
-        horizon=st.sampled_from((16, 4, 0, 64)),
+        horizon=st.sampled_from((16, 4, 16, 0, 64)),
         chunk=st.sampled_from((16, 4, 64)),
         kilobytes=st.sampled_from((65536, 600, 100, 0)),
         temp=st.sampled_from((0.0, 0.8, 2.0)),
@@ -344,11 +344,22 @@ class Course(RuleBasedStateMachine):
         assert self.session.counters.forwards - calls == report.forwards == plan.forwards
         assert report.replayed == plan.replay
 
+    @rule(off=st.sampled_from((0, -1, 1)), over=st.sampled_from((0, 3, 30)))
+    def go_near_an_edge(self, off, over):
+        """Where something begins or ends that leads back, or a token beside it; and write on."""
+        timeline = self.session._timeline
+        kept = [f.pos for f in timeline.checkpoints.kept]
+        edges = [*kept, *timeline.last_block, timeline.horizon.low or 1]
+        known = self.session.pos + len(timeline.redo_tokens)
+        self.session.rewind(min(known, max(1, self.dice.choice(edges) + off)))
+        if over:
+            self.session.sync([*self.session.tokens, *self.words(over)])
+
     @rule(kind=st.sampled_from(("turn", "system", "tool")))
     def checkpoint(self, kind):
         self.session.checkpoint(kind)
 
-    @rule(depth=st.sampled_from((1, 2, 0, 3)), n=st.integers(1, 40), ahead=st.integers(1, 8))
+    @rule(depth=st.sampled_from((1, 2, 1, 0, 3)), n=st.integers(1, 40), ahead=st.integers(1, 6))
     def detour(self, depth, n, ahead):
         """Mark a place, go on, back to before it, and over it with another text that is longer than
         most records."""

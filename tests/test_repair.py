@@ -196,7 +196,7 @@ def test_a_cut_call_goes_on_under_a_new_guard(name):
 
 
 def test_what_a_reply_forbade_is_allowed_when_it_was_left():
-    """A stream left right after a repair: the next token, of plain text, was still the grammar's."""
+    """After a stream that was left right behind a repair the next token was still the grammar's."""
     session, wrapper, _ = session_for("json_tools", BAD["json_tools"])
     stream = session.stream(max_tokens=LENGTH, guard=Guard(wrapper, TOOLS))
     while not session.stats.repairs:

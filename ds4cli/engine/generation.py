@@ -131,8 +131,8 @@ class Generation:
         try:
             yield from self._blocks(begin)
         finally:
-            if self._masked_at == session.pos:
-                session.pick_again()  # nothing is forbidden any more
+            if self._reply.guard is not None:
+                session.pick_again()  # what it forbade is allowed again
             session.attempt, session.generation = attempt, None
 
     def _blocks(self, begin: Steps) -> Iterator[Event]:
