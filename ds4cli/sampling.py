@@ -35,6 +35,7 @@ class Sampler:
     token_limit: ids at or above it are never picked (vocabularies are padded beyond the tokenizer).
     spared: ids that XTC never drops: what ends a line or a reply.
     attempt: a retry raises it to draw other noise for the same positions.
+    needs_history: whether picks depend on the tokens before them.
     UsageError if a logit bias names an id at or above token_limit.
     """
 
@@ -47,13 +48,9 @@ class Sampler:
         self._bias = _bias(settings, token_limit)
         self._counts = _HistoryCounts(settings.repetition_context_size)
         self._noise = Noise(settings.seed, token_limit)
-
-    @property
-    def needs_history(self) -> bool:
-        """Whether picks depend on the tokens before them."""
-        s = self.settings
+        s = settings
         penalties = s.repetition_penalty - 1, s.presence_penalty, s.frequency_penalty
-        return any(penalties) and s.repetition_context_size != 0
+        self.needs_history = any(penalties) and s.repetition_context_size != 0
 
     def pick(
         self, rows: mx.array, pos: int, history: Sequence[int], mask: mx.array | None = None

@@ -386,7 +386,6 @@ def test_the_number_of_arrays_is_bounded(monkeypatch):
     monkeypatch.setattr(room, "MAX_ARRAYS", 300)
     monkeypatch.setattr(room, "LINKED_ROWS", 20)
     fed = Fed(4000).singles(600)
-    assert fed.horizon._arrays() <= 300
     arrays = sum(len(s.tape.arrays()) + len(s.logits) for s in fed.horizon.segments)
     assert arrays <= 300
     fed.check()
@@ -394,9 +393,7 @@ def test_the_number_of_arrays_is_bounded(monkeypatch):
 
 def test_the_arrays_of_runs_that_wait_are_counted(monkeypatch):
     """A run that is to be copied is still as many arrays as it has rows."""
-    fed = Fed(4000).singles(40)
     each = 1 + SIZES.row_arrays + SIZES.state_arrays
-    assert fed.horizon._arrays() == (1 + 8 + RUN) * each
-    monkeypatch.setattr(room, "MAX_ARRAYS", fed.horizon._arrays())
+    monkeypatch.setattr(room, "MAX_ARRAYS", (1 + 8 + RUN) * each)
     assert Fed(4000).singles(40).horizon.low == 0
     assert Fed(4000).singles(41).horizon.low > 0

@@ -124,12 +124,3 @@ def taken_bytes(arrays: Iterable[mx.array]) -> int:
     if page == 1:
         return sum(x.nbytes for x in arrays)
     return sum(in_pages(x.nbytes, page) for x in arrays)
-
-
-# -- freed -----------------------------------------------------------------------------------------
-
-
-def clear_between(pos: int, end: int) -> None:
-    """Give back what MLX keeps of freed arrays where a step from `pos` to `end` makes it due."""
-    if pos // CLEAR_TOKENS != end // CLEAR_TOKENS:
-        mx.clear_cache()

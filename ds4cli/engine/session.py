@@ -246,11 +246,11 @@ class Session:
     def _moving(self) -> Iterator[None]:
         """Around a move: what was known of the text's end is void, also where the move is cut short
         and other tokens stand where the old ones stood."""
-        row = self.logits
+        row = self._timeline.logits
         try:
             yield
         except BaseException:
-            if self.logits is not row:
+            if self._timeline.logits is not row:
                 self._moved()
             raise
         self._moved()
@@ -258,9 +258,11 @@ class Session:
     def _moved(self) -> None:
         self._next, self._drafted_ids = None, []
         self.moves += 1
+        if self.drafter.name == "none":
+            return
         try:
             with self._drafting():
-                self.drafter.rewind(self.pos)
+                self.drafter.rewind(self._timeline.pos)
         except Exception as error:  # the move is made, and a drafter may cost time only
             self.engine.notices.append(f"`{self.drafter.name}` begins anew: {error!r}")
 
@@ -281,7 +283,7 @@ class Session:
         """StateError in another thread than the one that filled this session: MLX cannot go on
         there with what it began here."""
         here = threading.current_thread()
-        if self.pos == 0:
+        if self._timeline.pos == 0:
             self._owner = here
         if self._owner is not here:
             raise StateError(
@@ -349,7 +351,7 @@ class Session:
         """The token that the next step will feed first."""
         self._check_thread()
         row, attempt, pick = self._next or (None, 0, 0)
-        if row is None or row is not self.logits or attempt != self.attempt:
+        if row is None or row is not self._timeline.logits or attempt != self.sampler.attempt:
             pick = self._pick()
             self.picked(pick)
         return pick

@@ -21,7 +21,6 @@ from functools import cached_property
 import mlx.core as mx
 
 from ds4cli.backend.memory import page_bytes, taken_bytes
-from ds4cli.rewind import room as rooms
 from ds4cli.rewind.room import Room
 from ds4cli.tape import Recorder, Sizes, Slots, Tape, spans
 
@@ -54,8 +53,11 @@ class Segment:
     def row(self, pos: int) -> mx.array:
         """The logits row (V,) that predicts the token at pos."""
         index = pos - self.start - 1
-        (row,) = _cut(self.logits, index, index + 1)
-        return row[0]
+        for rows in self.logits:
+            if index < len(rows):
+                break
+            index -= len(rows)
+        return rows[index]
 
     @cached_property
     def nbytes(self) -> int:
@@ -167,11 +169,8 @@ class Horizon:
 
     def room_for(self, logits_bytes: int) -> Room:
         """How rows are kept, and how many; logits_bytes: of one row. Right once a tape was made."""
-        return Room.of(self.limit, self.budget_bytes, self._sizes, logits_bytes, page_bytes())
-
-    @property
-    def _sizes(self) -> Sizes:
-        return Sizes() if self._recorder is None else self._recorder.sizes
+        sizes = Sizes() if self._recorder is None else self._recorder.sizes
+        return Room.of(self.limit, self.budget_bytes, sizes, logits_bytes, page_bytes())
 
     def copy(self) -> Horizon:
         twin = copy.copy(self)
@@ -187,11 +186,19 @@ class Horizon:
 
     @property
     def low(self) -> int | None:
+        """The lowest position that is reached."""
         return self.segments[0].start if self.segments else None
 
     @property
     def end(self) -> int | None:
         return self.segments[-1].end if self.segments else None
+
+    def states(self, pos: int) -> range:
+        """Positions that tape and checkpoints reach; only `pos`, the live one, where it is not one
+        of them."""
+        if not self.segments or self.segments[0].start > pos:
+            return range(pos, pos + 1)
+        return range(self.segments[0].start, self.segments[-1].end + 1)
 
     def rows(self) -> range:
         """Positions whose logits row is kept."""
@@ -199,9 +206,11 @@ class Horizon:
             return range(0)
         return range(self.segments[0].start + (self.start_row is None), self.segments[-1].end + 1)
 
-    def row(self, pos: int) -> mx.array:
-        """The kept logits row (V,) that predicts the token at pos."""
-        if pos == self.low and self.start_row is not None:
+    def row(self, pos: int) -> mx.array | None:
+        """The logits row (V,) that predicts the token at pos, if it is kept."""
+        if not self.segments or not self.segments[0].start <= pos <= self.segments[-1].end:
+            return None
+        if pos == self.segments[0].start:
             return self.start_row
         return next(s for s in reversed(self.segments) if s.start < pos).row(pos)
 
@@ -237,7 +246,7 @@ class Horizon:
             self._release_checkpoint()
         for piece in (segment,) if segment.end - segment.start == 1 else self._pieces(segment):
             self.segments.append(piece)
-            self.held_bytes += self._bytes(piece) + self._sizes.state
+            self.held_bytes += self._bytes(piece) + self.room.state_bytes
         self._merge()
         if self._packing.starts:
             pos, steps = segment.end - self.room.linked_rows, self.room.run_rows
@@ -282,7 +291,7 @@ class Horizon:
         rows, spacing = last.start - self._kept_checkpoint, self.room.spacing
         if rows > 0 and (spacing is None or rows < spacing):
             self.segments[-1] = replace(last, checkpoint=None)
-            self.held_bytes -= self._sizes.state
+            self.held_bytes -= self.room.state_bytes
         else:
             self.segments[-1] = replace(last, checkpoint=own_slots(checkpoint))
             self._kept_checkpoint = last.start
@@ -302,28 +311,25 @@ class Horizon:
 
     def _trim(self) -> None:
         """Drop what is beyond the limit, and what there is no room for, oldest first."""
-        segments = self.segments
+        segments, room = self.segments, self.room
         if len(segments) > 1 and segments[1].start <= segments[-1].end - self.limit:
             self._drop_before(segments[-1].end - self.limit)
-        if self.held_bytes > self.budget_bytes or self._arrays() > rooms.MAX_ARRAYS:
+        alive = len(self.segments) + room.run_rows * len(self._packing.starts)  # or fewer
+        if self.held_bytes > self.budget_bytes or alive > room.most_segments:
             self._shrink()
-
-    def _arrays(self) -> int:
-        """About how many arrays are alive, or more."""
-        segments = len(self.segments) + self.room.run_rows * len(self._packing.starts)
-        return segments * self.room.segment_arrays
 
     def _shrink(self) -> None:
         """Drop what there is no room for; where that would be rows that were promised, copy first
         what holds more than its own."""
-        while self.nbytes > self.budget_bytes or self._arrays() > rooms.MAX_ARRAYS:
+        runs, most = self.room.run_rows * len(self._packing.starts), self.room.most_segments
+        while self.nbytes > self.budget_bytes or len(self.segments) + runs > most:
             first, last = self.segments[0], self.segments[-1]
             if last.end - first.end < self.room.free_rows and self._tighten():
                 continue
             if first is last:
                 break
             self._drop_oldest()
-        self.held_bytes = self.nbytes + self._sizes.state
+        self.held_bytes = self.nbytes + self.room.state_bytes
 
     def _tighten(self) -> bool:
         """Copy what may hold more than its rows, at once; whether there was any."""
@@ -365,8 +371,10 @@ class Horizon:
         self._start_with(self.segments[1:])
 
     def _start_with(self, kept: list[Segment]) -> None:
-        row = mx.contiguous(self.row(kept[0].start))  # not all rows of its run with it
-        mx.async_eval(row)
+        row = self.row(kept[0].start)
+        if row is not None:
+            row = mx.contiguous(row)  # not all rows of its run with it
+            mx.async_eval(row)
         self._kept_checkpoint = None
         self.start_row = None  # at no time the row of another position
         self.segments = kept

@@ -87,31 +87,29 @@ def plan(
     """
     if pos == reach.pos and (pos in reach.rows or not needs_row or pos == 0):
         return RewindPlan(pos, "live", pos)
-    candidates = [*_without_call(pos, reach, needs_row), *_from_checkpoints(pos, reach, needs_row)]
-    candidates.append(RewindPlan(pos, "rebuild", 0))
+    candidates = _without_call(pos, reach, needs_row)
+    if candidates and candidates[0].base == pos:
+        return candidates[0]
+    candidates += [*_from_checkpoints(pos, reach, needs_row), RewindPlan(pos, "rebuild", 0)]
     best = min(candidates, key=lambda c: c.replay)
     return replace(best, forwards=calls(best.replay)) if best.replay else best
 
 
-def _without_call(pos: int, reach: Reach, needs_row: bool) -> Iterable[RewindPlan]:
+def _without_call(pos: int, reach: Reach, needs_row: bool) -> list[RewindPlan]:
     """Bring the layers to pos, or one token short of it where the logits row is not kept.
 
-    Position 0 is a rebuild, which frees all memory, unless the record itself starts there.
+    Position 0 is a rebuild, which frees all memory, unless the last block starts there.
     """
-    for base in (pos, pos - 1):
-        if base == 0 != reach.last_block[0]:
-            continue
-        has_row = base == pos and (pos in reach.rows or pos == 0 or not needs_row)
-        if reach.low <= base <= reach.high and (has_row or base < pos):
-            yield RewindPlan(pos, _source(pos, base, reach), base)
-
-
-def _source(pos: int, base: int, reach: Reach) -> str:
     start, end = reach.last_block
-    if start <= pos <= end and base == pos:
-        return "block"
     near = pos in reach.rows or not reach.can_cut
-    return "horizon" if near else "trim"
+    has_row = pos in reach.rows or pos == 0 or not needs_row
+    found = []
+    if has_row and reach.low <= pos <= reach.high and (pos or start == 0):
+        source = "block" if start <= pos <= end else "horizon" if near else "trim"
+        found.append(RewindPlan(pos, source, pos))
+    if reach.low <= pos - 1 <= reach.high and (pos > 1 or start == 0):
+        found.append(RewindPlan(pos, "horizon" if near else "trim", pos - 1))
+    return found
 
 
 def _from_checkpoints(pos: int, reach: Reach, needs_row: bool) -> Iterable[RewindPlan]:

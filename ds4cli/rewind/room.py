@@ -29,7 +29,8 @@ class Room:
 
     free_rows: so many are always reached, were every call of one row. run_rows: rows of a run.
     spacing: rows between the checkpoints that stay; None where there is one, at the beginning.
-    linked_rows: newest rows that are not copied. segment_arrays: of a call of one row.
+    linked_rows: newest rows that are not copied. most_segments: calls of one row, so that not too
+    many arrays are alive. state_bytes: of a checkpoint.
     """
 
     free_rows: int
@@ -37,7 +38,8 @@ class Room:
     spacing: int | None
     is_dense: bool
     linked_rows: int
-    segment_arrays: int
+    most_segments: int
+    state_bytes: int
 
     @staticmethod
     def of(limit: int, budget: int, sizes: Sizes, logits: int, page: int) -> Room:
@@ -71,7 +73,8 @@ class _Held(NamedTuple):
         arrays = 1 + self.sizes.row_arrays + self.sizes.state_arrays
         copied = max(0, MAX_ARRAYS - self._loose * arrays) // arrays * self.run
         rows = min(self.rows_in(budget), self._loose + copied) - (self.run - 1)
-        return Room(max(0, rows), self.run, spacing, self.dense, self.linked, arrays)
+        free, most, state = max(0, rows), MAX_ARRAYS // arrays, self.sizes.state
+        return Room(free, self.run, spacing, self.dense, self.linked, most, state)
 
     @property
     def _loose(self) -> int:

@@ -239,7 +239,8 @@ class Timeline:
 
     def opening(self) -> Opening:
         """Ready for a model call: nothing beyond the position is known any more."""
-        self._forget_redo()
+        if self._now.pos < self._now.end:
+            self._forget_redo()
         now = self._now
         start = now.pos
         for below in now.open:
@@ -266,10 +267,8 @@ class Timeline:
     def _forget_redo(self) -> None:
         """The next write overwrites what lies beyond pos. Interrupted before the swap, this is done
         again."""
-        now = self._now
-        if now.pos < now.end:
-            now.layers.forget_ahead()
-            self._now = self._without_redo(now)
+        self._now.layers.forget_ahead()
+        self._now = self._without_redo(self._now)
 
     def _without_redo(self, now: Moment) -> Moment:
         """`now` without what lies beyond its position. It shares nothing that grows with `now`, so
@@ -366,7 +365,8 @@ class Timeline:
             raise
         if self.witness is not None:
             self.witness(block.start, feed[:rows], now.logits, block.logits)
-        memory.clear_between(block.start, after.pos)
+        if block.start // memory.CLEAR_TOKENS != after.pos // memory.CLEAR_TOKENS:
+            mx.clear_cache()  # what MLX keeps of freed arrays
         return feed[:rows]
 
     def _after(self, now: Moment, block: _Block, tokens: list[int]) -> Moment:
@@ -492,14 +492,12 @@ class Timeline:
         low, high = layers.low(), layers.high(now.end)
         rows: range | frozenset[int] = horizon.rows()
         if layers.recurrent:
-            kept_low, kept_end = horizon.low, horizon.end
-            if kept_low is None or kept_end is None or kept_low > now.pos:
-                kept_low = kept_end = now.pos
-            low, high = max(low, kept_low), min(high, kept_end)
+            kept = horizon.states(now.pos)
+            low, high = max(low, kept[0]), min(high, kept[-1])
         if now.logits is not None and now.pos not in rows:
-            rows = frozenset({*horizon.rows(), now.pos})
-        kept = now.checkpoints.kept
-        checkpoints = [f for f in kept if f.pos <= now.pos or layers.restores(f)]
+            rows = frozenset({*rows, now.pos})
+        ahead = now.checkpoints.kept
+        checkpoints = [f for f in ahead if f.pos <= now.pos or layers.restores(f)]
         return Reach(now.pos, low, high, rows, now.last_block, layers.can_cut, checkpoints)
 
     def plan(self, pos: int, *, needs_row: bool = True) -> RewindPlan:
@@ -519,7 +517,7 @@ class Timeline:
         self.abort()
         begin = time.perf_counter()
         step = self.plan(pos)
-        before, counted = self.pos, self.counters.forwards
+        before, counted = self._now.pos, self.counters.forwards
         replay = self._now.known[step.base : pos]
         with self._all_or_nothing():
             self._move(step)
@@ -592,11 +590,11 @@ class Timeline:
             now.layers.restore_checkpoint(step.checkpoint)
         elif pos != now.pos:
             now.layers.stand(pos, self._replayed(pos))
-        logits = now.logits if step.source == "live" else None
+        logits = now.horizon.row(pos)
         if step.checkpoint is not None and step.checkpoint.logits is not None:
             logits = step.checkpoint.logits
-        elif pos in now.horizon.rows():
-            logits = now.horizon.row(pos)
+        elif logits is None and step.source == "live":
+            logits = now.logits
         self._now = now._replace(pos=pos, logits=logits)
 
     def _replayed(self, pos: int) -> Slots:

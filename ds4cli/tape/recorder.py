@@ -102,7 +102,7 @@ class Recorder:
                 self._fill(tape, own)
 
     def _fill(self, tape: Tape, found: list[frames.Frame]) -> None:
-        tape.fill(_tracks(found))
+        tape.fill([frame.found() for frame in found])
         if not self.sizes.row:
             slots: list[mx.array | None] = [x for f in found for x in f.cache.cache]
             states = [x for x in slots if x is not None]

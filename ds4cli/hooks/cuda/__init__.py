@@ -20,4 +20,4 @@ def is_backend() -> bool:
 
 def is_on() -> bool:
     """Whether these forms are used here."""
-    return settings.variable("CUDA_FORMS") != "none" and is_backend()
+    return is_backend() and settings.variable("CUDA_FORMS") != "none"
