@@ -112,8 +112,10 @@ class Corpus:
         they share."""
         ours = self._tokens
         ends = self._links.candidates(tokens)
+        if not ends:
+            return [], 0
         lengths = [match_length(ours, end, tokens, len(tokens)) for end in ends]
-        longest = max(lengths, default=0)
+        longest = max(lengths)
         if longest < ORDER:
             return [], 0
         pairs = zip(ends, lengths, strict=True)

@@ -364,10 +364,11 @@ class DraftTimes:
 
     line: what a draft takes, and each guess of it; 0 before anything is known. While all drafts
     were of one length it starts at the origin: a short draft that is thought too cheap is tried,
-    and found out.
+    and found out. at_once: a long draft takes no longer than a short one.
     """
 
-    def __init__(self):
+    def __init__(self, *, at_once: bool = False):
+        self._at_once = at_once
         self.line = (0.0, 0.0)
         self._tries = 0
         self._n = self._x = self._y = self._xx = self._xy = 0.0  # fading sums
@@ -376,7 +377,7 @@ class DraftTimes:
         """A draft of `length` took `seconds`."""
         self._tries += 1
         if self._tries > COMPILING:
-            self._add(length, seconds)
+            self._add(1 if self._at_once else length, seconds)
 
     def _add(self, length: int, seconds: float) -> None:
         expected = self.seconds(length)
@@ -393,7 +394,7 @@ class DraftTimes:
         x, y = self._x / n, self._y / n
         each = (self._xy - n * x * y) / (self._xx - n * x * x)
         each = min(max(each, 0.0), y / x)
-        self.line = (y - each * x, each)
+        self.line = (y / x, 0.0) if self._at_once else (y - each * x, each)
 
     def seconds(self, length: int) -> float:
         """Expected for a draft of `length`."""

@@ -20,10 +20,10 @@ class Links:
 
     def extend(self, tokens: Sequence[int], start: int) -> None:
         """Link the tokens from index `start` on."""
-        heads, order = self._heads, self.order
+        heads, order, link = self._heads, self.order, self._previous.append
         for end in range(start + 1, len(tokens) + 1):
-            key = hash(tuple(tokens[max(0, end - order) : end]))
-            self._previous.append(heads.get(key, 0))
+            key = hash(tuple(tokens[end - order if end > order else 0 : end]))
+            link(heads.get(key, 0))
             heads[key] = end
 
     def drop(self, tokens: Sequence[int], pos: int) -> None:
@@ -39,7 +39,13 @@ class Links:
 
     def candidates(self, tokens: Sequence[int]) -> list[int]:
         """Places that end like `tokens`, the most recent first."""
-        end = self._heads.get(hash(tuple(tokens[-self.order :])), 0)
+        return self._back_from(self._heads.get(hash(tuple(tokens[-self.order :])), 0))
+
+    def earlier(self) -> list[int]:
+        """Places that end like the text that is linked does, the most recent first."""
+        return self._back_from(self._previous[-1])
+
+    def _back_from(self, end: int) -> list[int]:
         found: list[int] = []
         while end and len(found) < self._max:
             found.append(end)

@@ -80,13 +80,12 @@ class NgramDrafter(Drafter):
         self._chains = [Links(order, MAX_CANDIDATES) for order in ORDERS]
 
     def _index(self, tokens: Sequence[int]) -> None:
-        """Index all of `tokens` but the last: a match must have something after it."""
-        known, size = len(self._tokens), max(0, len(tokens) - 1)
-        tail = max(0, known - CHECKED_TAIL)
-        if known > size or list(tokens[tail:known]) != self._tokens[tail:]:
-            self.rewind(min(size, common_prefix(self._tokens, list(tokens))))
+        known = len(self._tokens)
+        tail = known - CHECKED_TAIL if known > CHECKED_TAIL else 0
+        if list(tokens[tail:known]) != self._tokens[tail:]:
+            self.rewind(common_prefix(self._tokens, list(tokens)))
             known = len(self._tokens)
-        self._tokens += tokens[known:size]
+        self._tokens += tokens[known:]
         for chain in self._chains:
             chain.extend(self._tokens, known)
 
@@ -95,20 +94,35 @@ class NgramDrafter(Drafter):
 
         The longest wins, then the continuation that most candidates share, then the most recent.
         """
-        for chain in self._chains:
-            ends = chain.candidates(tokens)
-            matches = [(match_length(tokens, end, tokens, len(tokens)), end) for end in ends]
-            longest = max(matches, default=(0, 0))[0]
-            if longest >= chain.order:
-                best = [end for length, end in matches if length == longest]
-                return _most_shared(tokens, best), longest
+        most = MAX_MATCH
+        for chain in self._chains if tokens else ():
+            ends = chain.earlier()
+            if ends:
+                ends, length = _longest(tokens, ends, most)
+                if length >= chain.order:
+                    return _most_shared(tokens, ends), length
+            most = chain.order - 1  # a longer one would have been found
         return 0, 0
+
+
+def _longest(tokens: Sequence[int], ends: list[int], most: int) -> tuple[list[int], int]:
+    """Those of `ends` before which the most tokens, up to `most`, are those at the very end."""
+    if most == 1:
+        return ends, 1
+    size = len(tokens)
+    if len(ends) == 1:
+        return ends, match_length(tokens, ends[0], tokens, size)
+    lengths = [match_length(tokens, end, tokens, size) for end in ends]
+    longest = max(lengths)
+    return [end for end, length in zip(ends, lengths, strict=True) if length == longest], longest
 
 
 def _most_shared(tokens: Sequence[int], ends: list[int]) -> int:
     """The first of `ends` whose next token is the most frequent one after all of them."""
+    if len(ends) == 1:
+        return ends[0]
     following = [tokens[end] for end in ends]
-    return max(zip(ends, following, strict=True), key=lambda pair: following.count(pair[1]))[0]
+    return ends[following.index(max(following, key=following.count))]
 
 
 def _copy(tokens: Sequence[int], start: int, n: int) -> list[int]:

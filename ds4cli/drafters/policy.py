@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -21,10 +21,10 @@ from ds4cli.drafters.costs import CallCosts, DraftTimes
 from ds4cli.drafters.drafter import Drafter
 from ds4cli.settings import MAX_BLOCK_TOKENS, Settings
 
-CHANCE_DECAY = 0.97
+CHANCE_DECAY = 0.98
 # Standard deviations that a first guess is taken to be better than what was seen of it: parking
 # after a little bad luck ends what would show the mistake.
-OPTIMISM = 0.45
+OPTIMISM = 0.7
 # Share of the time spent on trying a costly drafter that does not pay: less after each try in vain.
 MOST_PROBING, LEAST_PROBING, LESS_PROBING = 0.02, 0.002, 0.9
 # How much the luck of a guess still counts after the next one, where cold, warm, hot begin, and
@@ -61,7 +61,9 @@ class DraftPolicy:
 
     known: what earlier sessions learnt of the same drafters. costs: what calls cost; `costs.use`
     gives it a measured list. parked: blocks where guesses were to be had and none was worth its
-    row. source: the part whose guesses were last given. clock: to time the drafting by.
+    row. source: the part whose guesses were last given. clock: to time the drafting by. chooses:
+    whether the number of guesses is decided here, by what calls cost. runs_ahead: whether plain
+    tokens may run one call ahead; `always` would miss guesses by that.
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class DraftPolicy:
         self._mode = settings.speculate
         self._by_rule = settings.reproducible
         self._pinned = settings.num_draft_tokens or (RULE_GUESSES if self._by_rule else None)
+        self.chooses = self._pinned is None and self._mode != "never"
+        self.runs_ahead = self._mode != "always"
         self._known = known or Experience()
         self._asked: set[str] = set()  # costly parts that gave a proposal here
         self._open: list[_Proposal] = []
@@ -86,16 +90,6 @@ class DraftPolicy:
         self._passed_over: _Offer | None = None  # the last guesses that were said not to pay
         self._untried, self._trial_after = 0, FIRST_TRIAL
         self._asks = self._idle = 0  # in a run ahead, and since one was in vain
-
-    @property
-    def chooses(self) -> bool:
-        """Whether the number of guesses is decided here, by what calls cost."""
-        return self._pinned is None and self._mode != "never"
-
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether plain tokens may run one call ahead; `always` would miss guesses by that."""
-        return self._mode != "always"
 
     @property
     def wants_prices(self) -> bool:
@@ -138,9 +132,10 @@ class DraftPolicy:
         for part in drafter.parts:
             drafts = part.propose(tokens, int(min(room, part.max_drafts))) if part.is_free else []
             if drafts:
-                place, sure = self._known.place(part, region), part.confidence
+                place = self._known.place(part, region, len(tokens))
+                sure = part.confidence
                 self._watch(tokens, drafts, place, place.about(sure, False))
-                alive = place.sure(sure).survival(len(drafts))[: len(drafts)]
+                alive = list(place.sure(sure).survival(len(drafts)))
                 if sum(alive) > sum(best[1]):
                     best, self.source = (drafts[: len(alive)], alive), part.name
         return best
@@ -215,7 +210,7 @@ class DraftPolicy:
 
     @staticmethod
     def _chance(offer: _Offer) -> float:
-        return offer.chances.survival(1)[0]
+        return offer.chances.first
 
     @property
     def verdict(self) -> str:
@@ -230,13 +225,15 @@ class DraftPolicy:
 
     def _offer(self, part: Drafter, tokens: Sequence[int], room: int, region: str) -> _Offer | None:
         """What a part has to offer: a free one is asked, of a costly one all is expectation."""
-        place = self._known.place(part, region)
-        place.visit(len(tokens))
+        place = self._known.place(part, region, len(tokens))
         room = int(min(room, part.max_drafts))
         if not self.costs.is_measured and self.chooses:
             room = min(room, part.first_reach)
         if not part.is_free:
-            return self._valued(_Offer(part, place, place.chances, None), room)
+            fixed, each = place.times.line
+            plain = self.costs.plain.value or 1.0
+            offer = _Offer(part, place, place.chances, None, fixed / plain, each / plain)
+            return self._valued(offer, room)
         drafts = part.propose(tokens, room)
         if not drafts:
             return None
@@ -247,17 +244,17 @@ class DraftPolicy:
     def _valued(self, offer: _Offer, most: int) -> _Offer:
         """With the best number of guesses and what they gain; pinned: all, and how many hold."""
         if self._pinned is None:
-            asked = offer.part if offer.drafts is None else None
-            offer.k, offer.gain = self._best(offer.chances, most, asked)
+            offer.k, offer.gain = self._best(offer.chances, most, offer.fixed, offer.each)
         else:
-            offer.k, offer.gain = most, sum(offer.chances.survival(most)[:most])
+            offer.k, offer.gain = most, sum(offer.chances.survival(most))
         return offer
 
-    def _best(self, chances: Chances, most: int, asked: Drafter | None) -> tuple[int, float]:
+    def _best(
+        self, chances: Chances, most: int, fixed: float = 0.0, each: float = 0.0
+    ) -> tuple[int, float]:
         """The number of guesses with the largest expected gain over a plain token, and that gain
-        in tokens. asked: whom they would be drafted by, if that is still to be done."""
+        in tokens. fixed, each: what a draft, and each guess of it, takes still, in plain tokens."""
         prices, rate = self.costs.prices, self.costs.rate
-        fixed, each = (0.0, 0.0) if asked is None else self._drafting(asked)
         fixed, each, left = rate * (fixed - 1), rate * each, most
         best, best_gain, kept = 0, WORTHWHILE, 0.0
         for k, alive in enumerate(chances.survival(most), 1):
@@ -270,27 +267,18 @@ class DraftPolicy:
                 break  # not even if all the others were kept and free
         return best, best_gain
 
-    def _drafting(self, part: Drafter) -> tuple[float, float]:
-        """What a draft of a costly part takes, and each guess of it, in plain tokens."""
-        fixed, each = self._known.draft_line(part)
-        plain = self.costs.plain.value or 1.0
-        return fixed / plain, each / plain
-
     def _due_probe(self, offers: list[_Offer], room: int, forgone: float = 0.0) -> _Offer | None:
         """Now and then a few guesses of a costly part that did not pay, or that another one beat,
         which would gain `forgone` tokens: ever more rarely."""
         for offer in offers if self.costs.known else ():
             if offer.drafts is not None:
                 continue
-            price = forgone / self.costs.rate + self._probe_price(offer.part)
-            if offer.place.is_probe_due(price):
-                offer.k, offer.is_probe = min(offer.part.first_reach, room), True
+            reach = offer.part.first_reach
+            price = self.costs.prices[reach] - 1 + offer.fixed + reach * offer.each
+            if offer.place.is_probe_due(price + forgone / self.costs.rate):
+                offer.k, offer.is_probe = min(reach, room), True
                 return offer
         return None
-
-    def _probe_price(self, part: Drafter) -> float:
-        fixed, each = self._drafting(part)
-        return self.costs.price(1 + part.first_reach) - 1 + fixed + part.first_reach * each
 
     def _give(self, offer: _Offer, tokens: Sequence[int]) -> list[int]:
         """The guesses to feed. A costly part is asked now, and how sure it is counts as well."""
@@ -300,21 +288,21 @@ class DraftPolicy:
         if offer.is_trial:
             self._untried, self._trial_after = 0, 2 * self._trial_after
         if drafts is None:
-            drafts = self._ask(part, tokens, k)
+            drafts = self._ask(offer, tokens)
             self._watch(tokens, drafts, offer.place, offer.place.about(part.confidence, True))
             if part.confidence and self._mode != "always" and self.chooses and not offer.is_probe:
                 chances = offer.place.sure(part.confidence)
                 if chances.tries >= ENOUGH_TRIES:
-                    k = self._best(chances, len(drafts), None)[0]
+                    k = self._best(chances, len(drafts))[0]
         self.source = part.name
         return drafts[:k]
 
-    def _ask(self, part: Drafter, tokens: Sequence[int], n: int) -> list[int]:
-        begin = self._clock()
-        drafts = part.propose(tokens, n)
+    def _ask(self, offer: _Offer, tokens: Sequence[int]) -> list[int]:
+        part, begin = offer.part, self._clock()
+        drafts = part.propose(tokens, offer.k)
         took = self._clock() - begin
         if part.name in self._asked:
-            self._known.observe_draft(part, n, took)
+            offer.place.times.observe(offer.k, took)
         self._asked.add(part.name)  # a session's first draft reads its prompt: not counted
         self.costs.spend(took)
         return drafts
@@ -348,28 +336,20 @@ class Experience:
 
     def __init__(self):
         self._places: dict[tuple[str, str], _Place] = {}
-        self._times: dict[str, DraftTimes] = {}
 
-    def place(self, part: Drafter, region: str) -> _Place:
-        """Of a part in one kind of text. A new one goes by how the part does where it is known."""
+    def place(self, part: Drafter, region: str, pos: int = 0) -> _Place:
+        """Of a part in one kind of text, which has come to `pos`. A new one goes by how the part
+        does where it is known."""
         place = self._places.get((part.name, region))
         if place is None:
-            others = [p.all for (name, _), p in self._places.items() if name == part.name]
-            known = max(others, key=lambda chances: chances.tries, default=None)
-            place = _Place(Chances(part.assumed_chance, known))
+            others = [p for (name, _), p in self._places.items() if name == part.name]
+            times = others[0].times if others else DraftTimes(at_once=part.drafts_at_once)
+            known = max((p.all for p in others), key=lambda chances: chances.tries, default=None)
+            place = _Place(Chances(part.assumed_chance, known), times)
             self._places[part.name, region] = place
+        if pos - place.heat_pos > HEAT_TOKENS:
+            place.cool()
         return place
-
-    def draft_line(self, part: Drafter) -> tuple[float, float]:
-        """Seconds of a draft, and of each of its guesses; 0 before anything is known."""
-        fixed, each = self._times_of(part).line
-        return (fixed + each, 0.0) if part.drafts_at_once else (fixed, each)
-
-    def observe_draft(self, part: Drafter, length: int, seconds: float) -> None:
-        self._times_of(part).observe(1 if part.drafts_at_once else length, seconds)
-
-    def _times_of(self, part: Drafter) -> DraftTimes:
-        return self._times.setdefault(part.name, DraftTimes())
 
     def move(self) -> None:
         """The session went elsewhere, or another one goes on."""
@@ -382,16 +362,17 @@ class _Place:
 
     Text comes in stretches that can be guessed and others that cannot. A drafter that says how sure
     it is sees them itself; for others the luck of the last few guesses does, and of the very last.
-    So chances are kept by either. all: of any proposal.
+    So chances are kept by either. all: of any proposal. times: what its drafts take, in any text.
+    heat_pos: where its luck was last seen.
     """
 
-    def __init__(self, chances: Chances):
-        self.all = chances
+    def __init__(self, chances: Chances, times: DraftTimes):
+        self.all, self.times = chances, times
         self._by_luck = [chances.fresh() for _ in range(2 * len(HEATS) + 2)]
         self._by_confidence = [chances.fresh() for _ in range(MOST_BITS + 1)]
         self._heat: float | None = None
         self._was_right = False
-        self._heat_pos = 0
+        self.heat_pos = 0
         self._credit, self._share = 0.0, MOST_PROBING
 
     @property
@@ -406,10 +387,9 @@ class _Place:
             return self.all
         return self._by_luck[2 * bisect_right(HEATS, self._heat) + self._was_right]
 
-    def visit(self, pos: int) -> None:
-        """The text has come to `pos`: luck of long ago says nothing about what follows."""
-        if pos - self._heat_pos > HEAT_TOKENS:
-            self._heat = None
+    def cool(self) -> None:
+        """Luck of long ago says nothing about what follows."""
+        self._heat = None
 
     def sure(self, confidence: int) -> Chances:
         """Of proposals that are about as sure as this."""
@@ -431,17 +411,17 @@ class _Place:
 
         worth: of a right guess, in plain tokens, at the rate the session runs at.
         """
-        if pos > self._heat_pos:
-            self._heat_pos = pos
+        if pos > self.heat_pos:
+            self.heat_pos = pos
             if self._heat is None:
-                self._heat = self.all.survival()[0]
+                self._heat = self.all.first
             self._heat = HEAT_DECAY * self._heat + (1 - HEAT_DECAY) * right
             self._was_right = right
             self._credit = min(self._credit + right * worth, MOST_CREDIT)
 
     def move(self) -> None:
         """The session went elsewhere."""
-        self._heat, self._heat_pos = None, 0
+        self._heat, self.heat_pos = None, 0
 
     def rest(self) -> None:
         """It pays: there is nothing to find out."""
@@ -459,12 +439,15 @@ class _Place:
 @dataclass(slots=True)
 class _Offer:
     """A part of the drafter, its guesses (None: not asked yet), how many to feed, and what they
-    would gain, in tokens."""
+    would gain, in tokens. fixed, each: what a draft, and each guess of it, takes still, in plain
+    tokens."""
 
     part: Drafter
     place: _Place
     chances: Chances
     drafts: list[int] | None
+    fixed: float = 0.0
+    each: float = 0.0
     k: int = 0
     gain: float = 0.0
     is_probe: bool = False
@@ -506,8 +489,7 @@ class Chances:
         self._assumed, self._prior = assumed, prior
         self._right: list[float] = []
         self._tried: list[float] = []
-        self._alive: list[float] | None = None  # what `survival` found, for so many guesses
-        self._reaches = 0
+        self._first: float | None = None  # what `first` found
 
     def fresh(self) -> Chances:
         """One of which nothing is known but this."""
@@ -521,7 +503,7 @@ class Chances:
     def learn(self, proposed: int, right: int) -> None:
         """Of `proposed` guesses the first `right` were right."""
         rights, tries = self._right, self._tried
-        tried, self._alive = min(right + 1, proposed), None
+        tried, self._first = min(right + 1, proposed), None
         for i in range(min(tried, len(tries))):
             tries[i] = tries[i] * CHANCE_DECAY + 1
             rights[i] = rights[i] * CHANCE_DECAY + (i < right)
@@ -529,42 +511,46 @@ class Chances:
             tries.append(1.0)
             rights.append(float(i < right))
 
-    def survival(self, most: int = MAX_BLOCK_TOKENS) -> list[float]:
+    def survival(self, most: int = MAX_BLOCK_TOKENS) -> Iterator[float]:
         """Chance that guess 1 is kept, guesses 1 and 2, ...; no further than it matters.
 
         A guess of which little was seen is taken to be like the one before it, one of which nothing
         was seen like all later ones.
         """
-        if self._alive is None or len(self._alive) < min(most, self._reaches):
-            self._alive, self._reaches = self._survival(most), most
-        return self._alive
-
-    def _survival(self, most: int) -> list[float]:
         rights, tries = self._right, self._tried
-        chance = self._first()
-        product, alive = chance, [chance]
+        product = chance = self.first
+        yield product
         for i in range(1, min(most, len(tries))):
             chance = (rights[i] + LATER_WEIGHT * chance) / (tries[i] + LATER_WEIGHT)
             product *= chance
-            alive.append(product)
+            yield product
             if product < HARDLY:
-                return alive
-        if len(alive) < most:
+                return
+        if len(tries) < most:
             right, tried = sum(rights[1:]), sum(tries[1:])
             chance = (right + LATER_WEIGHT * chance) / (tried + LATER_WEIGHT)
-            while len(alive) < most and product >= HARDLY:
+            for _ in range(max(1, len(tries)), most):
+                if product < HARDLY:
+                    return
                 product *= chance
-                alive.append(product)
-        return alive
+                yield product
 
-    def _first(self) -> float:
+    @property
+    def first(self) -> float:
+        """Chance that the first guess is kept."""
+        if self._first is None:
+            tried = self.tries
+            chance = self._expected()
+            self._first = _hopeful(chance, tried + ASSUMED_WEIGHT) if tried else chance
+        return self._first
+
+    def _expected(self) -> float:
         tried = self.tries
         prior, chance = self._prior, self._assumed
         if prior is not None and tried < ENOUGH_TRIES <= prior.tries:
-            chance = prior._first()
+            chance = prior.first
         right = self._right[0] if tried else 0.0
-        chance = (right + ASSUMED_WEIGHT * chance) / (tried + ASSUMED_WEIGHT)
-        return _hopeful(chance, tried + ASSUMED_WEIGHT) if tried else chance
+        return (right + ASSUMED_WEIGHT * chance) / (tried + ASSUMED_WEIGHT)
 
 
 def _hopeful(chance: float, tries: float) -> float:
