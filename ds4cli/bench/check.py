@@ -260,7 +260,7 @@ def block(exam: Examiner) -> Iterator[Finding]:
 
 
 def row(exam: Examiner) -> Iterator[Finding]:
-    """Every row of the record, in any order, is a place where a fresh session would stand."""
+    """Every row of the last block, in any order, is a place where a fresh session would stand."""
     size = exam.lab.matrix.block
     truth = exam.plain(size + ONWARD)
     true_rows = exam.single_rows(truth)

@@ -67,7 +67,7 @@ class Reach:
 def call_sizes(n: int, chunk: int, last: int) -> list[int]:
     """Split a feed of n tokens into model calls of at most `chunk`, the final one at most `last`.
 
-    The odd remainder goes first, so that the final call, which becomes the record, is long.
+    The odd remainder goes first, so that the final call, which becomes the last block, is long.
     """
     if n <= 0:
         return []

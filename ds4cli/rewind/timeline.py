@@ -373,7 +373,7 @@ class Timeline:
         """The moment when `tokens`, the head of the block, are published."""
         end = block.start + len(tokens)
         now.known[block.start :] = tokens  # behind the end of `now`, so it does not show there
-        # The record begins where its first logits row is: after a feed from a bare state, one
+        # The last block begins where its first logits row is: after a feed from a bare state, one
         # token later.
         start = block.start + (now.logits is None)
         return now._replace(
@@ -463,9 +463,9 @@ class Timeline:
         """Bytes kept alive for going back: "last_block" (a part of "horizon"), "horizon",
         "checkpoints"."""
         segments = self.horizon.segments
-        record = segments[-1].nbytes if segments else 0
+        last = segments[-1].nbytes if segments else 0
         return {
-            "last_block": record,
+            "last_block": last,
             "horizon": self.horizon.nbytes,
             "checkpoints": self.checkpoints.nbytes,
         }
@@ -756,7 +756,7 @@ class Timeline:
         last: bool = True,
     ) -> None:
         """Feed tokens in calls of at most one chunk. If these are the `last` tokens to feed, the
-        final call becomes the record, and the calls within the horizon keep what it needs."""
+        final call becomes the last block, and the calls within the horizon keep what it needs."""
         done, horizon = 0, min(self.limits.horizon_tokens, self._room().free_rows)
         sizes = self._call_sizes(len(tokens))
         for i, size in enumerate(sizes):
