@@ -383,7 +383,7 @@ def test_horizon_and_checkpoints_share_one_budget():
     """Each kept to its own share, both together held more than `--rewind-mb`."""
     t = timeline("qwen3_next", horizon=48)
     t.sync(prompt(8))
-    t.limits = Limits(48, 9 * t.recorder.state_bytes, 512)
+    t.limits = Limits(48, 9 * t.recorder.sizes.state, 512)
     t._now = t._now._replace(**dict(zip(("horizon", "checkpoints"), t._records(), strict=True)))
     whole = set()
     for i in range(60):
@@ -391,7 +391,7 @@ def test_horizon_and_checkpoints_share_one_budget():
         t.checkpoint("turn" if i % 2 else "block")
         kept = t.kept_bytes()
         assert kept["horizon"] + kept["checkpoints"] <= t.limits.budget_bytes
-        whole.add(kept["checkpoints"] + t.recorder.state_bytes > t.limits.budget_bytes // 2)
+        whole.add(kept["checkpoints"] + t.recorder.sizes.state > t.limits.budget_bytes // 2)
     assert whole == {False, True}, "what the horizon leaves is used"
 
 
