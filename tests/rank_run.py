@@ -9,17 +9,24 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 
 import mlx.core as mx
 import tiny
-from folder import VOCAB_SIZE, save_folder
+from folder import MARKERS, TEMPLATE, VOCAB_SIZE, save_folder
+from mlx.utils import tree_flatten
+from mlx_lm.models.qwen3_5 import DecoderLayer
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from ds4cli import Engine
+from ds4cli.drafters import block_config, dspark, mtp
+from ds4cli.drafters.target import Target
 from ds4cli.ranks.meeting import meet
 from ds4cli.settings import Settings
 from ds4cli.structured.asked import from_settings
 from ds4cli.structured.guards import make_guard
+from ds4cli.tools import Tool
 
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 EVEN_VOCAB = VOCAB_SIZE + VOCAB_SIZE % 2
@@ -37,20 +44,89 @@ MODELS = {
     ),
     "deepseek_v3": ("deepseek_v3", {}),
 }
+DSPARK = {
+    "architectures": ["Qwen3DSparkModel"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "block_size": 4,
+    "mask_token_id": 3,
+    "target_layer_ids": [2, 0],
+    "num_target_layers": 4,
+    "markov_rank": 8,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": False,
+}
 tiny.CFG["deepseek_v3"] = {
     name: value for name, value in tiny.CFG["deepseek_v32"].items() if not name.startswith("index")
 } | {"model_type": "deepseek_v3"}
 SETTINGS = {"horizon_tokens": 24, "prefill_step_size": 16, "drafter": "ngram"}
 # What a case may add to them.
+ALWAYS = {"speculate": "always", "num_draft_tokens": 3}
+OPENS = VOCAB_SIZE - len(MARKERS) + MARKERS.index("<tool_call>")
 MORE = {
     "kv": lambda folder: {"kv_bits": 8, "kv_group_size": 32},
-    "draft": lambda folder: {
-        "drafter": "model",
-        "draft_model": str(folder / "llama"),
-        "speculate": "always",
-    },
+    "draft": lambda folder: {"drafter": "model", "draft_model": str(folder / "llama"), **ALWAYS},
+    "mtp": lambda folder: {"drafter": "mtp", **ALWAYS},
+    "dspark": lambda folder: {"draft_model": str(folder / "dspark"), **ALWAYS},
+    "calls": lambda folder: {"logit_bias": {OPENS: 4.0}},
+    "adapter": lambda folder: {"adapter_path": str(folder / "adapter")},
 }
-STEPS = 20
+CALLS = """{% for c in message.tool_calls or [] %}<tool_call>
+{{ c.function | tojson }}
+</tool_call>{% endfor %}"""
+# A template that draws calls.
+DRAWS = TEMPLATE.replace("(message.content or '') + '<", "(message.content or '') }}"+CALLS+"{{- '<")
+PARAMETERS = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}}
+TOOL = Tool("weather", "", {**PARAMETERS, "required": ["city"], "additionalProperties": False})
+STEPS = 14
+MOVES = "say", "draft", "back", "far", "fork", "switch", "other", "disk", "form", "call"
+
+
+def save_mtp(folder: Path, model) -> None:
+    """An MTP head in the model's own folder, which shares the model's output projection."""
+    args = model.language_model.args
+    args.full_attention_interval = 1
+    head = mtp.MtpHead(DecoderLayer(args, 0), Target(model), 1e-5)
+    save(folder / "mtp.safetensors", head, "mtp.")
+
+
+def save_dspark(folder: Path, model) -> None:
+    """A DSpark head beside the model, which shares its embedding and output projection."""
+    target, place = Target(model), folder.parent / "dspark"
+    config = {**DSPARK, "vocab_size": target.vocab_size}
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(config))
+    head = dspark.DSparkHead(block_config.read(config, "dspark", "x"), target)
+    save(place / "model.safetensors", head)
+
+
+def save_adapter(folder: Path, model) -> None:
+    """A LoRA adapter beside the model, of weights that are not small."""
+    keys = ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"]
+    lora = {"rank": 2, "scale": 4.0, "dropout": 0.0, "keys": keys}
+    linear_to_lora_layers(model, 2, lora)
+    own = {n: x for n, x in tree_flatten(model.parameters()) if "lora_" in n}
+    place = folder.parent / "adapter"
+    place.mkdir()
+    tensors = {name: 0.1 * mx.random.normal(x.shape) for name, x in own.items()}
+    mx.save_safetensors(str(place / "adapters.safetensors"), tensors)
+    config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": lora}
+    (place / "adapter_config.json").write_text(json.dumps(config))
+
+
+def save(path: Path, module, prefix: str = "") -> None:
+    tensors = {prefix + name: x for name, x in tree_flatten(module.parameters())}
+    mx.save_safetensors(str(path), tensors, {"format": "mlx"})
+
+
+BESIDE = {"mtp": save_mtp, "dspark": save_dspark, "adapter": save_adapter}
 
 
 def load(folder: Path, group, **settings) -> Engine:
@@ -70,9 +146,7 @@ def walk(engine: Engine, seed: int, folder: Path):
     session, branches = engine.session(), []
     session.sync([chance.randrange(256) for _ in range(50)])
     for _ in range(STEPS):
-        do = chance.choice(
-            ["say", "say", "draft", "back", "far", "fork", "switch", "other", "disk"]
-        )
+        do = chance.choice(MOVES)
         room = chance.random()
         if do == "say":
             list(session.stream(max_tokens=1 + int(room * 20)))
@@ -80,6 +154,9 @@ def walk(engine: Engine, seed: int, folder: Path):
             form = from_settings(Settings(regex="[0-9]{3}(,[a-f]{1,4}){1,3}"))
             guard = make_guard(engine, (), form, thinks=False, max_repairs=3)
             list(session.stream(max_tokens=1 + int(room * 20), guard=guard))
+        elif do == "call":
+            guard = make_guard(engine, (TOOL,), None, thinks=False, max_repairs=3)
+            list(session.stream(max_tokens=10 + int(room * 20), guard=guard))
         elif do == "draft":
             session.step(drafts=[int(room * 250)] * 3)
         elif do == "back":
@@ -100,21 +177,29 @@ def walk(engine: Engine, seed: int, folder: Path):
             session = engine.load_session(folder / f"state{id(engine)}")
         if session.logits is None:
             session.next_token()
-        yield do, session.tokens, session.logits
+        yield do, session
 
 
 def compare(whole: Engine, shared: Engine, seed: int, folder: Path) -> dict:
-    """How far the walks agree: the largest difference of logits, and the first other text."""
-    worst, steps = 0.0, 0
-    for (do, tokens, row), (_, others, other) in zip(
+    """How far the walks agree: the largest difference of logits, and the first other text. What
+    the shared model was asked for on the way."""
+    worst, steps, met = 0.0, 0, {}
+    for (do, one), (_, other) in zip(
         walk(whole, seed, folder), walk(shared, seed, folder), strict=True
     ):
-        if tokens != others:
-            return {"text": f"step {steps}, {do}: {tokens[-5:]}, {others[-5:]}"}
+        if one.tokens != other.tokens:
+            return {"text": f"step {steps}, {do}: {one.tokens[-5:]}, {other.tokens[-5:]}"}
+        row = one.logits
         size = max(1.0, mx.abs(row).max().item())
-        worst = max(worst, mx.abs(row - other).max().item() / size)
+        worst = max(worst, mx.abs(row - other.logits).max().item() / size)
+        met[id(other)] = other
         steps += 1
-    return {"text": "equal", "logits": worst, "steps": steps}
+    stats = [session.stats for session in met.values()]
+    repairs = sum(len(each.repairs) for each in stats)
+    proposed = Counter()
+    for each in stats:
+        proposed.update({name: counts[0] for name, counts in each.by_drafter.items()})
+    return {"text": "equal", "logits": worst, "repairs": repairs, "proposed": proposed}
 
 
 def main(ranks: int, folder: Path, cases: list[str]) -> None:
@@ -122,12 +207,15 @@ def main(ranks: int, folder: Path, cases: list[str]) -> None:
     group = meet(Settings(local_ranks=ranks))
     for seed, case in enumerate(cases):
         name, how, *more = case.split("+")
-        given: dict = {how: True, **MORE[more[0]](folder)} if more else {how: True}
         model, over = MODELS[name]
         place = folder / name
         if not place.exists():
-            save_folder(place, model, **over)
-        whole = load(place, None, **{k: v for k, v in given.items() if k != how})
+            save_folder(place, model, template=DRAWS, **over)
+        given: dict = {how: True, **MORE[more[0]](folder)} if more else {how: True}
+        alone = {k: v for k, v in given.items() if k != how}
+        if more and more[0] in BESIDE:
+            BESIDE[more[0]](place, tiny.build(model, **over))
+        whole = load(place, None, **alone)
         shared = load(place, group, **given)
         print(json.dumps({"case": case, **compare(whole, shared, seed, folder)}), flush=True)
 

@@ -598,7 +598,7 @@ def test_weights_that_are_no_numbers_are_named(value, target, tmp_path):
     """A damaged head that guesses nothing right, for a reason nobody is told."""
     checkpoint(tmp_path / "h", DSPARK, target, **{"norm.weight": mx.full((H,), value)})
     with pytest.raises(ModelError, match=r"norm\.weight.*no numbers"):
-        HeadSource(named("dspark"), "h", tmp_path / "h", DSPARK).load(target.model, None)
+        HeadSource(named("dspark"), "h", tmp_path / "h", DSPARK).load(target, None)
 
 
 def test_a_vocabulary_of_its_own_needs_its_table(target, tmp_path):
@@ -760,7 +760,7 @@ def test_hostile_weights_are_refused_by_tensor(case, target, tmp_path):
     weights = checkpoint(tmp_path / "h", SPECULATORS, target, ("lm_head",))
     save(tmp_path / "h", SPECULATORS, {**weights, tensor: change(weights[tensor])})
     with pytest.raises(ModelError, match=tensor) as caught:
-        HeadSource(named("dspark"), "h", tmp_path / "h", SPECULATORS).load(target.model, None)
+        HeadSource(named("dspark"), "h", tmp_path / "h", SPECULATORS).load(target, None)
     assert not caught.value.message.startswith("[")
 
 
@@ -780,10 +780,10 @@ def test_a_head_guesses_once_when_it_is_loaded(case, target, tmp_path, monkeypat
     config, own = CASES[case]
     checkpoint(tmp_path / "h", config, target, own)
     source = HeadSource(named(parts(config)[0]), "h", tmp_path / "h", config)
-    source.load(target.model, None)
+    source.load(target, None)
     monkeypatch.setattr(BlockHead, "logits", lambda self, slots: slots[:, :3] * mx.nan)
     with pytest.raises(ModelError, match="`h` cannot run"):
-        source.load(target.model, None)
+        source.load(target, None)
 
 
 def test_heads_that_fit_pass():

@@ -216,7 +216,7 @@ def test_guesses_are_what_the_equations_say_after_any_moves(case, temp, tmp_path
     tensors = checkpoint(config, has_norms, has_embedding)
     source = save(tmp_path / "h", config, tensors)
     source.check(TARGET)
-    head = source.load(target().model, None)
+    head = source.load(target(), None)
     assert head.taps == taps and source.notices == []
     sampler = Sampler(Settings(temp=temp), token_limit=V)
     session = Moves(head.drafter(sampler), Reference(config, tensors), sampler, seed=len(case))
@@ -267,7 +267,7 @@ def test_tensors_that_do_not_belong_are_named(change, says, tmp_path):
     tensors = checkpoint(SPECFORGE, False, True)
     change(tensors)
     with pytest.raises(ModelError, match=says):
-        save(tmp_path / "h", SPECFORGE, tensors).load(target().model, None)
+        save(tmp_path / "h", SPECFORGE, tensors).load(target(), None)
 
 
 @pytest.mark.parametrize(

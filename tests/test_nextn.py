@@ -191,7 +191,7 @@ def test_guesses_are_what_the_equations_say_after_any_moves(name, temp, tmp_path
     source = save(tmp_path / "h", name, tensors)
     source.check(source.config)
     assert mtp.find(source.folder, source.config)
-    head = source.load(target(name).model, None)
+    head = source.load(target(name), None)
     sampler = Sampler(Settings(temp=temp), token_limit=V)
     session = Moves(head.drafter(sampler), Reference(name, tensors), sampler, seed=len(name))
     session.read(9)
@@ -214,4 +214,4 @@ def test_a_missing_tensor_is_named(tmp_path):
     tensors = published("mimo")
     del tensors["input_proj.weight"]
     with pytest.raises(ModelError, match="projection"):
-        save(tmp_path / "h", "mimo", tensors).load(target("mimo").model, None)
+        save(tmp_path / "h", "mimo", tensors).load(target("mimo"), None)

@@ -31,12 +31,18 @@ RUN = str(Path(__file__).with_name("rank_run.py"))
 LIMIT_S = 240  # of a run that does not hang; a machine that is busy may take that long
 CLOSE = 2e-5
 CASES = [
-    "llama+tensor_parallel",
-    "qwen3_5+tensor_parallel",
-    "deepseek_v3+pipeline",
-    "qwen3_5+pipeline",
+    "llama+tensor_parallel+calls",
     "windows+tensor_parallel+draft",
+    "qwen3_5+tensor_parallel+mtp",
+    "deepseek_v3+pipeline",
 ]
+MORE_CASES = [
+    "qwen3_5+pipeline+mtp",
+    "qwen3_5+tensor_parallel+dspark",
+    "llama+tensor_parallel+adapter",
+    "llama+tensor_parallel",
+]
+HEADS = "mtp", "dspark"
 
 
 def done(*words, **how):
@@ -67,11 +73,15 @@ def walks(ranks: int, folder: Path, cases: list[str]) -> list[dict]:
     return found
 
 
-def test_a_shared_model_says_what_the_whole_one_says(tmp_path):
-    """Guards: replies, drafts, repairs, rewinds in and beyond the horizon, forks and files that
-    differ from one process's."""
-    for found in walks(2, tmp_path, CASES):
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.slow)])
+def test_a_shared_model_says_what_the_whole_one_says(cases, tmp_path):
+    """Guards: replies, drafts of a model and of heads, repairs of calls and forms, rewinds in and
+    beyond the horizon, forks and files that differ from one process's."""
+    for found in walks(2, tmp_path, cases):
         assert found["text"] == "equal" and found["logits"] <= CLOSE, found
+        kind = found["case"].rpartition("+")[2]
+        assert kind not in HEADS or found["proposed"][kind] > 20, found
+        assert kind != "calls" or found["repairs"] > 5, found
     assert list(tmp_path.glob("state*.rank1"))  # each rank has its part
 
 

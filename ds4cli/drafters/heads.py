@@ -50,10 +50,9 @@ class HeadSource:
         except NONSENSE as error:
             raise UsageError(f"the config of the head `{self.name}` makes no sense") from error
 
-    def load(self, model: Any, dtype: mx.Dtype | None) -> Head:
+    def load(self, target: Target, dtype: mx.Dtype | None) -> Head:
         """The head with its weights evaluated. dtype: float32 to unpack and cast, None as stored.
         ModelError where it cannot run on this model."""
-        target = Target(model)
         try:
             module = self.kind.part(self.kind.head).load(self.folder, target, dtype)
             head = Head(self.kind, module, target)

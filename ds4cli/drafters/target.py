@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -21,16 +22,21 @@ TOLERANCE = {mx.float32: 1e-4}
 HALF_TOLERANCE = 3e-2
 PROBE = (3, 1, 4, 1, 5)
 
+# What the model says to a text of its own: tokens (n,) -> logits (n, V).
+Read = Callable[[Sequence[int]], mx.array]
+
 
 class Target:
     """A loaded target as its heads see it. ModelError where a part is not to be found.
 
     model: an mlx-lm model. hidden_size, num_layers: of the layers it runs. vocab_size: of its
-    embedding.
+    embedding. read: calls it, if that takes more than to call it. output: its output projection,
+    where the model itself has only a part of that.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, read: Read | None = None, output: nn.Module | None = None):
         self.model = model
+        self._read = read or self._read_alone
         self.num_layers = len(model.layers)
         rows = embedding_rows(model)
         if rows is None:
@@ -40,7 +46,7 @@ class Target:
         self._embedding = _named(modules, EMBEDDINGS, "token embedding")
         self._norm = _named(modules, NORMS, "final norm")
         heads = [m for path, m in modules if path.rsplit(".", 1)[-1] in HEADS]
-        self._head = heads[0] if heads else self._embedding.as_linear
+        self._head = output or (heads[0] if heads else self._embedding.as_linear)
         self.hidden_size = self._embedding(mx.array([0])).shape[-1]
 
     def embed(self, ids: mx.array) -> mx.array:
@@ -59,10 +65,9 @@ class Target:
         """Norm and head on the last layer's residual must give the model's own logits: else this
         model scales, caps or shifts somewhere, and a head made of its parts would guess badly.
         """
-        tokens = mx.array(PROBE)
         taps = Taps.arm(self.model, [self.num_layers - 1])
         with taps.noting() as noted:
-            logits = self.model(tokens[None], cache=build_caches(self.model, 0))[0]
+            logits = self._read(PROBE)
         ours = self.head(self.norm(noted[0]))
         if ours.shape != logits.shape:
             raise ModelError(f"the target's head gives {ours.shape}, its logits are {logits.shape}")
@@ -72,6 +77,9 @@ class Target:
                 f"norm and head of `{type(self.model).__module__}` do not make its logits "
                 f"(they differ by {error:.2g}, the logits reach {size:.2g})"
             )
+
+    def _read_alone(self, tokens: Sequence[int]) -> mx.array:
+        return self.model(mx.array(tokens)[None], cache=build_caches(self.model, 0))[0]
 
 
 def _named(modules: list[tuple[str, nn.Module]], names: tuple[str, ...], what: str) -> nn.Module:

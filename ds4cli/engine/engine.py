@@ -24,6 +24,7 @@ from ds4cli.drafters.drafter import Drafter
 from ds4cli.drafters.heads import Head, HeadSource
 from ds4cli.drafters.making import make
 from ds4cli.drafters.policy import Experience
+from ds4cli.drafters.target import Target
 from ds4cli.engine.capabilities import Capabilities, survey
 from ds4cli.engine.scores import Spelling
 from ds4cli.engine.session import Session
@@ -214,29 +215,31 @@ class Engine(Vocabulary):
         if chosen.corpus is not None:
             corpus = Corpus.kept(Path(os.path.expanduser(chosen.corpus)), fingerprint)
         before_weights(vocabulary)
-        weights, share, more = _weights(source, chosen, adapter, group)
+        share = None if group is None else group.share(sharding.asked(chosen))
+        if share is not None:
+            share.keeps_output = head_source is not None
+        weights, more = load_weights(source, chosen.dtype, share, adapter)
         notices += more
         draft = None
         if draft_source is not None:
             draft, more = load_weights(draft_source, chosen.dtype)
             notices += more
-        head, more = _load_head(head_source, weights, chosen, share)
         engine = cls(
             weights,
             tokenizer,
             chosen,
             draft=draft,
-            head=head,
             context_tokens=context_tokens,
             fingerprint=fingerprint if share is None else share.fingerprint(fingerprint, weights),
             corpus=corpus,
-            notices=notices + more,
+            notices=notices,
             sampling=source.sampling,
             warnings=source.warnings,
             group=group,
         )
         if group is not None:
             engine._meet(group)
+        engine._take_head(head_source, share)
         engine._wire()
         return engine
 
@@ -260,6 +263,36 @@ class Engine(Vocabulary):
                 "way back": self.refusal,
             }
         )
+
+    def _take_head(self, source: HeadSource | None, share: Share | None) -> None:
+        """Load the head on this model. In `auto`, one that cannot run here gives a notice."""
+        if source is None:
+            return
+        settings = self.settings
+        try:
+            _check_layers(source.kind, self.model)
+            target = Target(self.model, self._read, None if share is None else share.output)
+            head = source.load(target, mx.float32 if self.is_float32 else None)
+            attention.use(head.module)
+        except ModelError as error:
+            if settings.drafter != registry.AUTO or settings.draft_model is not None:
+                raise
+            self.notices.append(f"drafting with ngram alone: {error}")
+            return
+        self._head = head
+        self.notices += source.notices
+        pinned, most = settings.num_draft_tokens, head.max_drafts
+        if pinned is not None and pinned > most:
+            self.notices.append(
+                f"the head `{source.name}` guesses {most} tokens a step, not {pinned}"
+            )
+
+    def _read(self, tokens: Sequence[int]) -> mx.array:
+        """The logits (n, V) of a text (n,); other ranks do their part of the call."""
+        timeline = self.scratch_timeline()
+        logits = timeline.feed([*tokens])
+        timeline.evaluate(logits)
+        return logits
 
     def _wire(self) -> None:
         """Where the system would page out what a session needs, keep that in memory."""
@@ -464,40 +497,13 @@ def _own_head(wanted: registry.Kind | None, target: Source) -> tuple[HeadSource 
     raise UsageError(f"`{target.name}` has no {wanted.name} head", f"{other}use `--drafter ngram`")
 
 
-def _weights(
-    source: Source, settings: Settings, adapter: Path | None, group: Group | None
-) -> tuple[Any, Share | None, list[str]]:
-    """The model, or this rank's share of it, and notices."""
-    if group is None:
-        model, notices = load_weights(source, settings.dtype)
-        return model, None, notices + ([] if adapter is None else adapters.put_on(model, adapter))
-    if adapter is not None:
-        raise UsageError("an adapter cannot be shared out over ranks", "run `mlx_lm.fuse` first")
-    share = group.share(sharding.asked(settings))
-    model, notices = load_weights(source, settings.dtype, share)
-    return model, share, notices
-
-
-def _load_head(
-    source: HeadSource | None, model: Any, settings: Settings, share: Share | None
-) -> tuple[Head | None, list[str]]:
-    """The head on this model. In `auto`, one that cannot run here gives a notice."""
-    if source is None:
-        return None, []
-    try:
-        if share is not None:  # proving that it fits calls the model, which the others do not
-            raise ModelError("drafting heads are not used where ranks share the model")
-        head = source.load(model, mx.float32 if is_float32(model) else None)
-        attention.use(head.module)
-    except ModelError as error:
-        if settings.drafter != "auto" or settings.draft_model is not None:
-            raise
-        return None, [f"drafting with ngram alone: {error}"]
-    notices = source.notices
-    pinned, most = settings.num_draft_tokens, head.max_drafts
-    if pinned is not None and pinned > most:
-        notices.append(f"the head `{source.name}` guesses {most} tokens a step, not {pinned}")
-    return head, notices
+def _check_layers(kind: registry.Kind, model: Any) -> None:
+    """ModelError for a head that reads layers which other ranks hold."""
+    if sharding.stages(model) > 1 and kind.source != registry.WEIGHTS:
+        raise ModelError(
+            f"a {kind.name} head reads layers that other ranks hold with `--pipeline`",
+            "`--tensor-parallel`, or `--drafter ngram`",
+        )
 
 
 def _context(source: Source, draft: Source | None) -> int | None:

@@ -33,6 +33,31 @@ def put_on(model: Any, folder: Path) -> list[str]:
     """Put the adapter on a loaded model; returns notices. ModelError where it was made for another
     model."""
     import mlx.core as mx
+
+    _load(model, folder)
+    mx.eval(model.parameters())
+    model.eval()
+    return [f"adapter `{folder}`"]
+
+
+def fuse_into(model: Any, folder: Path) -> list[str]:
+    """Add the adapter to the weights, which are not read yet: what is shared out over ranks has no
+    place for it beside them. UsageError for packed weights: they would be rounded anew."""
+    from mlx.utils import tree_unflatten
+
+    _load(model, folder)
+    found = [(path, module) for path, module in model.named_modules() if hasattr(module, "fuse")]
+    for path, module in found:
+        if "scales" in getattr(module, "linear", module):
+            raise UsageError(
+                f"ranks hold the adapter within the weights, and those of `{path}` are packed",
+                "`mlx_lm.fuse` rounds them anew; `--dtype float32` unpacks them",
+            )
+    model.update_modules(tree_unflatten([(path, module.fuse()) for path, module in found]))
+    return [f"adapter `{folder}`, added to the weights"]
+
+
+def _load(model: Any, folder: Path) -> None:
     from mlx_lm.tuner.utils import load_adapters
 
     try:
@@ -40,6 +65,3 @@ def put_on(model: Any, folder: Path) -> list[str]:
     except Exception as error:  # whatever a config of another model brings about
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"the adapter `{folder}` does not fit this model: {first}") from None
-    mx.eval(model.parameters())
-    model.eval()
-    return [f"adapter `{folder}`"]

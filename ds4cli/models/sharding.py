@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from ds4cli.arrays import integer
 from ds4cli.errors import UsageError
+from ds4cli.hooks.last_row import NAMES as OUTPUTS
 from ds4cli.settings import Settings
 
 TENSOR, PIPELINE = "tensor-parallel", "pipeline"
@@ -18,12 +19,16 @@ HEADS = ("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads"
 KV_HEADS = "num_key_value_heads"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Share:
-    """One rank's part. how: "tensor-parallel", "pipeline", or empty: what the model's code has."""
+    """One rank's part. how: "tensor-parallel", "pipeline", or empty: what the model's code has.
+    keeps_output: a drafting head may need the whole output projection; output: that, if the model
+    has only a part of it now."""
 
     comm: mx.distributed.Group
     how: str = ""
+    keeps_output: bool = False
+    output: Any = None
 
     @property
     def size(self) -> int:
@@ -49,10 +54,12 @@ class Share:
         how = self.of(model)
         if how == TENSOR:
             _check_heads({**config, **config.get("text_config", {})}, self.size, name)
+        whole = _output(model) if self.keeps_output else None
         try:
             model.shard(self.comm) if how == TENSOR else model.model.pipeline(self.comm)
         except (ValueError, AssertionError) as error:
             raise UsageError(f"`{name}` is not for {self.size} ranks: {error}") from None
+        self.output = None if whole is _output(model) else whole
         return how
 
     def all(self, holds: bool) -> bool:
@@ -74,6 +81,12 @@ def asked(settings: Settings) -> str:
 def stages(model: Any) -> int:
     """How many ranks its layers run on, one after the other."""
     return getattr(getattr(model, "model", None), "pipeline_size", 1)
+
+
+def _output(model: Any) -> Any:
+    """The output projection; None where that is the embedding."""
+    named = model.named_modules()
+    return next((m for path, m in named if path.rsplit(".", 1)[-1] in OUTPUTS), None)
 
 
 def _check_heads(config: dict[str, Any], size: int, name: str) -> None:

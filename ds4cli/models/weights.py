@@ -14,6 +14,7 @@ from mlx_lm.utils import dequantize_model, load_model
 
 from ds4cli.arrays import named_leaves
 from ds4cli.errors import ModelError, UsageError
+from ds4cli.models import adapters
 from ds4cli.models.sharding import Share
 from ds4cli.models.shards import PATTERN
 from ds4cli.models.source import Source, unsupported_hint
@@ -32,21 +33,27 @@ READING = ("config.json", "generation_config.json", "hf_quant_config.json")
 SHOWN_NAMES = 3
 
 
-def load_weights(source: Source, dtype: str, share: Share | None = None) -> tuple[Any, list[str]]:
+def load_weights(
+    source: Source, dtype: str, share: Share | None = None, adapter: Path | None = None
+) -> tuple[Any, list[str]]:
     """The model with its weights evaluated, and notices about them.
 
     dtype: "stored", "float32", or "auto": float32 on a CPU when that fits, else as stored. share:
-    what of the model this process holds, where that is not all of it.
+    what of the model this process holds, where that is not all of it. adapter: the folder of one
+    to put on it.
     """
     _refuse_quantized_activations(source)
     with _only_what_counts(source) as folder:
         model = _load(source, folder)
         notices = _to_float32(model, source.name) if _wants_float32(model, dtype, share) else []
         if share is not None:
+            notices += [] if adapter is None else adapters.fuse_into(model, adapter)
             how = share.take(model, source.config, source.name)
             notices.append(f"{how}: this is one of {share.size} ranks")
         mx.eval(model.parameters())
     model.eval()
+    if share is None and adapter is not None:
+        notices += adapters.put_on(model, adapter)
     return model, [*source.shards.notices, *notices]
 
 

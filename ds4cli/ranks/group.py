@@ -1,8 +1,8 @@
 """The ranks of one run: how they meet, what they tell each other, how they end together.
 
 Rank 0 leads: it runs the program, and tells the others each move of its timelines. A second
-connection to each rank carries nothing but its last words; a thread waits for these, so that no
-rank outlives another, whatever the main threads wait for.
+connection to each rank carries signs of life and its last words; a thread waits for these, so that
+no rank outlives another, whatever the main threads wait for.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 LAST_WORDS_S = 2.0  # for a thread to say who is lost, when a collective has failed already
 END_S = 5.0  # for the others to end by themselves
 END = "end"
+# A thread of each rank says so often that its process runs, whatever call it is in; a rank that
+# says nothing for so long is lost. Loading a large tokenizer may hold up Python for seconds.
+BEAT_S, SILENT_S = 1.0, 15.0
+BEAT = 0
 
 
 def versions() -> list[str]:
@@ -64,8 +68,8 @@ class Group:
 
 
 class Leading(Group):
-    """Rank 0's side. after: what a launcher knows of a rank that has gone, in words. watch: the
-    thread that waits for that."""
+    """Rank 0's side. after: sees to a rank that has gone or is silent; what its launcher knows, in
+    words. watch: the thread that waits for that."""
 
     def __init__(self, comm: mx.distributed.Group, moves: dict[int, Wire], lives: dict[int, Wire]):
         super().__init__(comm)
@@ -144,18 +148,38 @@ class Leading(Group):
                     )
 
     def _watch(self) -> None:
-        """Wait for the first rank that says its last words, or goes without."""
+        """Wait for a rank that says its last words, goes without, or is silent; at the end, for all
+        to go."""
+        heard = dict.fromkeys(self._lives, time.monotonic())
         with selectors.DefaultSelector() as waiting:
             for rank, life in self._lives.items():
                 waiting.register(life.fileno(), selectors.EVENT_READ, rank)
-            rank = waiting.select()[0][0].data
-        if self._is_over:
-            return
-        peer, words = self._lives[rank].peer, ""
+            while heard:
+                for key, _ in waiting.select(BEAT_S):
+                    heard[key.data] = time.monotonic()
+                    if not self._is_alive(key.data):
+                        waiting.unregister(key.fileobj)
+                        del heard[key.data]
+                for rank in heard if not self._is_over else ():
+                    if time.monotonic() - heard[rank] > SILENT_S:
+                        self._lost(rank, f"it has said nothing for {SILENT_S:.0f} s")
+
+    def _is_alive(self, rank: int) -> bool:
+        """Whether a rank's signs of life have been read. All ends here if it has gone too early."""
+        words, life = "", self._lives[rank]
         with contextlib.suppress(RankError):
-            words = self._lives[rank].receive()
-        words = words or self.after(rank) or "it is gone"
-        signals.fail_now(f"rank {rank} ({peer}): {words}")
+            words = life.receive()
+            while words == BEAT and life.has_message:
+                words = life.receive()
+            if words == BEAT:
+                return True
+        if not self._is_over:
+            self._lost(rank, words)
+        return False
+
+    def _lost(self, rank: int, words: str) -> None:
+        said = self.after(rank)
+        signals.fail_now(f"rank {rank} ({self._lives[rank].peer}): {words or said or 'it is gone'}")
 
     def close(self) -> None:
         """Let the others go when all is done, and wait for them."""
@@ -166,9 +190,7 @@ class Leading(Group):
             self.tell(END)
             self.flush()
             mx.synchronize()  # a call that ran ahead needs all of them
-            for life in self._lives.values():
-                life.wait_at_most(END_S)
-                life.receive()
+        self.watch.join(END_S)
 
     def leave(self) -> None:
         """Let the others go at once: this process is being ended."""
@@ -184,7 +206,9 @@ class Following(Group):
     def __init__(self, comm: mx.distributed.Group, moves: Wire, life: Wire):
         super().__init__(comm)
         self._moves, self._life = moves, life
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._speaking = threading.Lock()
+        for work in (self._watch, self._beat):
+            threading.Thread(target=work, daemon=True).start()
 
     def next(self) -> Any:
         """The next move; waits for it."""
@@ -205,8 +229,16 @@ class Following(Group):
 
     def last_words(self, text: str) -> None:
         """Tell rank 0 why this rank ends."""
-        with contextlib.suppress(RankError):
+        with contextlib.suppress(RankError), self._speaking:
             self._life.send(text)
+
+    def _beat(self) -> None:
+        """Tell rank 0 that this process runs, until rank 0 has gone."""
+        with contextlib.suppress(RankError):
+            while True:
+                with self._speaking:
+                    self._life.send(BEAT)
+                time.sleep(BEAT_S)
 
     def _watch(self) -> None:
         """Rank 0 says that it is over, or has gone."""

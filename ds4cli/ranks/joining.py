@@ -56,7 +56,9 @@ class Door:
                 kind, rank = came.receive(TEXT_BYTES)
                 found[kind][int(rank)] = came
             except TimeoutError:
-                raise RankError(f"not all ranks have come within {JOIN_S:.0f} s") from None
+                missing = [str(r) for r in range(1, size) if r not in found[LIFE]]
+                said = f"has not come within {JOIN_S:.0f} s"
+                raise RankError(f"rank {', '.join(missing)} {said}") from None
             except (RankError, ValueError, TypeError, KeyError):
                 continue  # a stranger on the network
         self._server.close()
@@ -67,18 +69,21 @@ def lead(door: Door | None, size: int) -> Leading | None:
     """Rank 0 of `size`, whose others come to `door`; of a launcher's ranks without one, and None if
     there are no others. RankError where they do not come."""
     if door is None:
-        comm = _init()
-        if comm.size() == 1:
-            return None
-        door = Door(wire.own_addresses())
-        _spread(comm, door.where())
+        with _limited():
+            comm = _init()
+            if comm.size() == 1:
+                return None
+            door = Door(wire.own_addresses())
+            _spread(comm, door.where())
         found = door.take_all(comm.size())
     else:
         found = door.take_all(size)
         for life in found[LIFE].values():
             life.send("all are here")
-        comm = _init()
-    _check_secret(comm, [came for wires in found.values() for came in wires.values()])
+        with _limited():
+            comm = _init()
+    with _limited():
+        _check_secret(comm, [came for wires in found.values() for came in wires.values()])
     return Leading(comm, found[MOVES], found[LIFE])
 
 
@@ -94,41 +99,43 @@ def _check_secret(comm: mx.distributed.Group, came: Sequence[Wire]) -> None:
 
 def follow() -> Following:
     """Another rank. RankError where rank 0 is not found."""
-    where = os.environ.get(DOOR)
-    comm = None if where else _init()
-    *addresses, port = json.loads(where or _spread(comm, ""))
+    where, comm = os.environ.get(DOOR), None
+    if not where:
+        with _limited():
+            comm = _init()
+            where = _spread(comm, "")
+    *addresses, port = json.loads(where)
     moves, life = (wire.connect(addresses, port) for _ in KINDS)
     for kind, made in ((MOVES, moves), (LIFE, life)):
         made.send([kind, own_rank()])
         made.wait_at_most(None)
     if comm is None:
         life.receive()
-        comm = _init()
-    secret = _spread(comm, "")
+    with _limited():
+        comm = comm or _init()
+        secret = _spread(comm, "")
     moves.send(secret)
     life.send(secret)
     return Following(comm, moves, life)
 
 
 def _init() -> mx.distributed.Group:
-    """MLX's group of all ranks. MLX waits for the others with Python standing still: nothing but
-    a signal, or a watch that is none of Python's, ends that."""
+    """MLX's group of all ranks."""
     import mlx.core as mx
 
-    faulthandler.dump_traceback_later(JOIN_S, exit=True)
     try:
-        with _ended_by_signals():
-            return mx.distributed.init(strict=True)
+        return mx.distributed.init(strict=True)
     except RuntimeError as error:
         raise RankError(f"the ranks do not meet: {error}") from None
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 @contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Inside the block a signal ends the process at once, unless it is ignored."""
+def _limited() -> Iterator[None]:
+    """Around what waits for the other ranks before the group watches them. MLX waits with Python
+    standing still: a signal ends that at once, unless it is ignored, or a watch that is none of
+    Python's."""
     before = {number: signal.getsignal(number) for number in (*signals.DEADLY, signal.SIGINT)}
+    faulthandler.dump_traceback_later(JOIN_S, exit=True)
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
@@ -137,6 +144,7 @@ def _ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _spread(comm: mx.distributed.Group | None, text: str) -> str:

@@ -161,14 +161,17 @@ class Follower:
         return self._process.poll()
 
     def epitaph(self) -> str:
-        """Why it ended, in words: what it said last, and how it went."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        """Why it ended, in words: what it said last, and how it went. One that has not ended, as it
+        hangs or is stopped, is ended."""
+        try:
             code = self._process.wait(1)
-            self._reader.join(1)
-            errors = [line for line in self._said if "rror" in line]
-            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            return f"it has ended ({how})" + (f": {errors[-1]}" if errors else "")
-        return ""
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return ""
+        self._reader.join(1)
+        errors = [line for line in self._said if "rror" in line]
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return f"it has ended ({how})" + (f": {errors[-1]}" if errors else "")
 
     def end(self) -> None:
         """Wait a little for its end, then end it."""
