@@ -1,7 +1,8 @@
 """Rank 0 of several: the same walk through a session on the whole model and on a shared one.
 
 `python tests/rank_run.py RANKS FOLDER WHAT...` starts the other ranks, and prints one JSON line per
-WHAT: a model of `MODELS`, how it is shared, and perhaps one of `MORE`, with `+` between.
+WHAT: a model of `MODELS`, how it is shared, and perhaps one of `MORE`, with `+` between; or a
+command, as a JSON list of its words, the first of them what it reads.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from folder import MARKERS, TEMPLATE, VOCAB_SIZE, save_folder
 from mlx.utils import tree_flatten
 from mlx_lm.models.qwen3_5 import DecoderLayer
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from typer.testing import CliRunner
 
 from ds4cli import Engine
 from ds4cli.drafters import block_config, dspark, mtp
 from ds4cli.drafters.target import Target
-from ds4cli.ranks.meeting import meet
+from ds4cli.ranks import meeting
 from ds4cli.settings import Settings
 from ds4cli.structured.asked import from_settings
 from ds4cli.structured.guards import make_guard
@@ -32,10 +34,11 @@ WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 EVEN_VOCAB = VOCAB_SIZE + VOCAB_SIZE % 2
 # Settings of the tiny models where they are not those of tests/tiny.py.
 MODELS = {
-    "llama": ("llama", {}),
+    "llama": ("llama", {"num_hidden_layers": 2}),
     "wide": (
         "llama",
-        {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4},
+        {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4}
+        | {"num_key_value_heads": 4},
     ),
     "windows": ("llama", {"layer_types": WINDOWS, "sliding_window": 8}),
     "qwen3_5": (
@@ -67,14 +70,14 @@ tiny.CFG["deepseek_v3"] = {
     name: value for name, value in tiny.CFG["deepseek_v32"].items() if not name.startswith("index")
 } | {"model_type": "deepseek_v3"}
 SETTINGS = {"horizon_tokens": 24, "prefill_step_size": 16, "drafter": "ngram"}
+SETTINGS |= {"speculate": "always", "num_draft_tokens": 3}  # what calls cost is not measured
 # What a case may add to them.
-ALWAYS = {"speculate": "always", "num_draft_tokens": 3}
 OPENS = VOCAB_SIZE - len(MARKERS) + MARKERS.index("<tool_call>")
 MORE = {
     "kv": lambda folder: {"kv_bits": 8, "kv_group_size": 32},
-    "draft": lambda folder: {"drafter": "model", "draft_model": str(folder / "llama"), **ALWAYS},
-    "mtp": lambda folder: {"drafter": "mtp", **ALWAYS},
-    "dspark": lambda folder: {"draft_model": str(folder / "dspark"), **ALWAYS},
+    "draft": lambda folder: {"drafter": "model", "draft_model": str(folder / "llama")},
+    "mtp": lambda folder: {"drafter": "mtp"},
+    "dspark": lambda folder: {"draft_model": str(folder / "dspark")},
     "calls": lambda folder: {"logit_bias": {OPENS: 4.0}},
     "adapter": lambda folder: {"adapter_path": str(folder / "adapter")},
 }
@@ -82,10 +85,12 @@ CALLS = """{% for c in message.tool_calls or [] %}<tool_call>
 {{ c.function | tojson }}
 </tool_call>{% endfor %}"""
 # A template that draws calls.
-DRAWS = TEMPLATE.replace("(message.content or '') + '<", "(message.content or '') }}"+CALLS+"{{- '<")
+DRAWS = TEMPLATE.replace(
+    "(message.content or '') + '<", "(message.content or '') }}" + CALLS + "{{- '<"
+)
 PARAMETERS = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}}
 TOOL = Tool("weather", "", {**PARAMETERS, "required": ["city"], "additionalProperties": False})
-STEPS = 14
+STEPS = 10
 MOVES = "say", "draft", "back", "far", "fork", "switch", "other", "disk", "form", "call"
 
 
@@ -183,17 +188,15 @@ def walk(engine: Engine, seed: int, folder: Path):
 def compare(whole: Engine, shared: Engine, seed: int, folder: Path) -> dict:
     """How far the walks agree: the largest difference of logits, and the first other text. What
     the shared model was asked for on the way."""
-    worst, steps, met = 0.0, 0, {}
-    for (do, one), (_, other) in zip(
-        walk(whole, seed, folder), walk(shared, seed, folder), strict=True
-    ):
+    worst, met = 0.0, {}
+    walks = walk(whole, seed, folder), walk(shared, seed, folder)
+    for steps, ((do, one), (_, other)) in enumerate(zip(*walks, strict=True)):
         if one.tokens != other.tokens:
             return {"text": f"step {steps}, {do}: {one.tokens[-5:]}, {other.tokens[-5:]}"}
         row = one.logits
         size = max(1.0, mx.abs(row).max().item())
         worst = max(worst, mx.abs(row - other.logits).max().item() / size)
         met[id(other)] = other
-        steps += 1
     stats = [session.stats for session in met.values()]
     repairs = sum(len(each.repairs) for each in stats)
     proposed = Counter()
@@ -202,22 +205,36 @@ def compare(whole: Engine, shared: Engine, seed: int, folder: Path) -> dict:
     return {"text": "equal", "logits": worst, "repairs": repairs, "proposed": proposed}
 
 
+def walked(case: str, seed: int, folder: Path, group) -> dict:
+    """A walk, on the whole model and on the shared one."""
+    name, how, *more = case.split("+")
+    model, over = MODELS[name]
+    place = folder / name
+    if not place.exists():
+        save_folder(place, model, template=DRAWS, **over)
+    given: dict = {how: True, **MORE[more[0]](folder)} if more else {how: True}
+    alone = {k: v for k, v in given.items() if k != how}
+    if more and more[0] in BESIDE:
+        BESIDE[more[0]](place, tiny.build(model, **over))
+    whole = load(place, None, **alone)
+    shared = load(place, group, **given)
+    return compare(whole, shared, seed, folder)
+
+
 def main(ranks: int, folder: Path, cases: list[str]) -> None:
     """All cases with one set of followers."""
-    group = meet(Settings(local_ranks=ranks))
+    group = meeting.meet(Settings(local_ranks=ranks))
+    meeting.meet = lambda settings: group
+    from ds4cli.cli import app  # what it imports meets those, too
+
     for seed, case in enumerate(cases):
-        name, how, *more = case.split("+")
-        model, over = MODELS[name]
-        place = folder / name
-        if not place.exists():
-            save_folder(place, model, template=DRAWS, **over)
-        given: dict = {how: True, **MORE[more[0]](folder)} if more else {how: True}
-        alone = {k: v for k, v in given.items() if k != how}
-        if more and more[0] in BESIDE:
-            BESIDE[more[0]](place, tiny.build(model, **over))
-        whole = load(place, None, **alone)
-        shared = load(place, group, **given)
-        print(json.dumps({"case": case, **compare(whole, shared, seed, folder)}), flush=True)
+        if case.startswith("["):
+            said, *words = json.loads(case)
+            run = CliRunner().invoke(app, words, input=said)
+            found = {"code": run.exit_code, "said": run.stdout, "errors": run.stderr}
+        else:
+            found = walked(case, seed, folder, group)
+        print(json.dumps({"case": case, **found}), flush=True)
 
 
 if __name__ == "__main__":

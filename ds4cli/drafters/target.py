@@ -79,7 +79,7 @@ class Target:
             )
 
     def _read_alone(self, tokens: Sequence[int]) -> mx.array:
-        return self.model(mx.array(tokens)[None], cache=build_caches(self.model, 0))[0]
+        return self.model(mx.array([[*tokens]]), cache=build_caches(self.model, 0))[0]
 
 
 def _named(modules: list[tuple[str, nn.Module]], names: tuple[str, ...], what: str) -> nn.Module:

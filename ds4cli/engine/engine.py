@@ -196,7 +196,9 @@ class Engine(Vocabulary):
         model that cannot be used.
         """
         chosen = Settings(model=str(model), **settings).filled()
-        source = find(chosen.model, chosen.offline)
+        share = None if group is None else group.share(sharding.asked(chosen))
+        # An adapter counts the layers of the whole model.
+        source = find(chosen.model, chosen.offline, None if chosen.adapter_path else share)
         address_space.check(source.shards.nbytes)
         if chosen.kv_bits is not None:
             check_kv_group(source.config, chosen.kv_group_size)
@@ -209,15 +211,11 @@ class Engine(Vocabulary):
         vocabulary = Vocabulary(tokenizer, context_tokens, chosen)
         notices += check_vocabulary(source, vocabulary)
         check_bias(chosen, vocabulary.token_limit)
-        fingerprint, corpus = source.fingerprint(template or ""), None
-        if adapter is not None:
-            fingerprint = adapters.fingerprint(fingerprint, adapter)
-        if chosen.corpus is not None:
-            corpus = Corpus.kept(Path(os.path.expanduser(chosen.corpus)), fingerprint)
+        fingerprint = adapters.fingerprint(source.fingerprint(template or ""), adapter)
+        corpus = _corpus(chosen, fingerprint)
         before_weights(vocabulary)
-        share = None if group is None else group.share(sharding.asked(chosen))
-        if share is not None:
-            share.keeps_output = head_source is not None
+        if share is not None and head_source is not None:
+            share.keeps = last_row.NAMES
         weights, more = load_weights(source, chosen.dtype, share, adapter)
         notices += more
         draft = None
@@ -495,6 +493,13 @@ def _own_head(wanted: registry.Kind | None, target: Source) -> tuple[HeadSource 
         return None, []
     other = "name one with `--draft-model`, or " if wanted.may_be_named else ""
     raise UsageError(f"`{target.name}` has no {wanted.name} head", f"{other}use `--drafter ngram`")
+
+
+def _corpus(settings: Settings, fingerprint: str) -> Corpus | None:
+    """Where texts of other sessions are kept, if the user wants that."""
+    if settings.corpus is None:
+        return None
+    return Corpus.kept(Path(os.path.expanduser(settings.corpus)), fingerprint)
 
 
 def _check_layers(kind: registry.Kind, model: Any) -> None:

@@ -21,8 +21,10 @@ def find(name: str) -> Path:
     return folder
 
 
-def fingerprint(model: str, folder: Path) -> str:
-    """Stands for a model with this adapter."""
+def fingerprint(model: str, folder: Path | None) -> str:
+    """Stands for a model with this adapter, or with none."""
+    if folder is None:
+        return model
     digest = hashlib.sha256(model.encode())
     for file in FILES:
         digest.update((folder / file).read_bytes())

@@ -26,9 +26,12 @@ MIN_SAMPLES = 64
 SAMPLE_BYTES = 256
 
 
-def fingerprint(folder: Path, shards: Iterable[Shard], template: str = "") -> str:
-    """Changes when configs, tokenizer, templates or weights do. template: one from elsewhere."""
-    digest = hashlib.sha256(template.encode())
+def fingerprint(
+    folder: Path, shards: Iterable[Shard], template: str = "", revision: str = ""
+) -> str:
+    """Changes when configs, tokenizer, templates or weights do. template: one from elsewhere.
+    revision: stands for weights that are not all here."""
+    digest = hashlib.sha256((template + revision).encode())
     for path in [*(folder / name for name in DECIDING), *sorted(folder.glob(MORE_TEMPLATES))]:
         data = path.read_bytes() if path.is_file() else b""
         digest.update(f"{path.name} {len(data)}\n".encode() + data)

@@ -9,11 +9,23 @@ from collections.abc import Callable
 from typing import Any
 
 
-def check_type(config: dict[str, Any]) -> None:
-    """ValueError for a model type that mlx-lm has no code for."""
+def classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """The classes of a model and of its arguments. ValueError for a model type that mlx-lm has no
+    code for."""
     from mlx_lm.utils import _get_classes
 
-    _get_classes(config)
+    return _get_classes(config)
+
+
+def check_type(config: dict[str, Any]) -> None:
+    """ValueError for a model type that mlx-lm has no code for."""
+    classes(config)
+
+
+def build(config: dict[str, Any]) -> Any:
+    """The model of a config. Its weights are made up, and are not computed unless somebody asks."""
+    model, arguments = classes(config)
+    return model(arguments.from_dict(config))
 
 
 def inner_tokenizer(tokenizer: Any) -> Any:

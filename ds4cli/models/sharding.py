@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,6 @@ import mlx.core as mx
 
 from ds4cli.arrays import integer
 from ds4cli.errors import UsageError
-from ds4cli.hooks.last_row import NAMES as OUTPUTS
 from ds4cli.settings import Settings
 
 TENSOR, PIPELINE = "tensor-parallel", "pipeline"
@@ -22,12 +22,12 @@ KV_HEADS = "num_key_value_heads"
 @dataclass
 class Share:
     """One rank's part. how: "tensor-parallel", "pipeline", or empty: what the model's code has.
-    keeps_output: a drafting head may need the whole output projection; output: that, if the model
-    has only a part of it now."""
+    keeps: names that models give to their output projection, if a drafting head may need all of it;
+    output: that, where the model itself has only a part of it now."""
 
     comm: mx.distributed.Group
     how: str = ""
-    keeps_output: bool = False
+    keeps: Sequence[str] = ()
     output: Any = None
 
     @property
@@ -54,13 +54,21 @@ class Share:
         how = self.of(model)
         if how == TENSOR:
             _check_heads({**config, **config.get("text_config", {})}, self.size, name)
-        whole = _output(model) if self.keeps_output else None
+        whole = self._output(model)
         try:
-            model.shard(self.comm) if how == TENSOR else model.model.pipeline(self.comm)
+            if how == TENSOR:
+                model.shard(self.comm)
+            elif stages(model) == 1:  # a stage that was loaded alone is one already
+                model.model.pipeline(self.comm)
         except (ValueError, AssertionError) as error:
             raise UsageError(f"`{name}` is not for {self.size} ranks: {error}") from None
-        self.output = None if whole is _output(model) else whole
+        self.output = None if whole is self._output(model) else whole
         return how
+
+    def _output(self, model: Any) -> Any:
+        """The output projection; None where that is the embedding, or nobody needs it."""
+        named = model.named_modules()
+        return next((m for path, m in named if path.rsplit(".", 1)[-1] in self.keeps), None)
 
     def all(self, holds: bool) -> bool:
         """Whether something holds on every rank. All have to ask."""
@@ -81,12 +89,6 @@ def asked(settings: Settings) -> str:
 def stages(model: Any) -> int:
     """How many ranks its layers run on, one after the other."""
     return getattr(getattr(model, "model", None), "pipeline_size", 1)
-
-
-def _output(model: Any) -> Any:
-    """The output projection; None where that is the embedding."""
-    named = model.named_modules()
-    return next((m for path, m in named if path.rsplit(".", 1)[-1] in OUTPUTS), None)
 
 
 def _check_heads(config: dict[str, Any], size: int, name: str) -> None:

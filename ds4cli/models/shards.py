@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,18 +38,19 @@ class Shards:
         return sum(end - start for shard in self.files for start, end in shard.spans.values())
 
 
-def find(folder: Path, name: str) -> Shards:
-    """The weight files of a model folder, which its user calls `name`.
+def find(folder: Path, name: str, only: Sequence[str] | None = None) -> Shards:
+    """The weight files of a model folder, which its user calls `name`. only: those that are to be
+    read, where that is not all of them.
 
     Where there is an index, its files are the model: mlx-lm loads whatever lies beside them, too,
     and the last file read wins. UsageError where a file is missing, torn, no safetensors file, or
     where two files hold one tensor.
     """
     present = sorted(path.name for path in folder.glob(PATTERN))
-    named = _named_by_index(folder / INDEX)
+    named = _named_by_index(folder / INDEX) if only is None else list(only)
     missing = [file for file in named if not (folder / file).is_file()]
     notices = []
-    if missing and len(missing) < len(named):
+    if missing and (only is not None or len(missing) < len(named)):
         raise UsageError(
             f"`{name}` lacks the weights `{missing[0]}`, which `{INDEX}` names",
             f"{len(missing)} of {len(named)} files are missing: get the folder again",
@@ -60,7 +62,7 @@ def find(folder: Path, name: str) -> Shards:
     if not files:
         raise UsageError(f"`{name}` has no weights ({PATTERN})")
     extra = [file for file in present if file not in files]
-    if extra:
+    if extra and only is None:
         notices.append(f"left out of `{name}`, as `{INDEX}` does not name them: {_some(extra)}")
     shards = tuple(_read(folder / file) for file in files)
     _refuse_doubles(shards)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds4cli.errors import UsageError
 from ds4cli.models import config as configs
 from ds4cli.models import identity, mlx_lm, shards
 from ds4cli.models.shards import Shards
 
+if TYPE_CHECKING:
+    from ds4cli.models.sharding import Share
+
 BUILTIN = Path(__file__).parents[1] / "builtin"
-# What a model needs of a hub repository. No code: none of it would be run.
+# What a model needs of a hub repository, beside its weights. No code: none of it would be run.
 WANTED = (
     "*.json", "*.jsonl", "*.jinja", "*.txt", "*.tiktoken", "tiktoken.model", "tokenizer.model",
-    "model*.safetensors",
 )  # fmt: skip
 # Beside a model mlx-lm leaves it alone, too.
 ADAPTERS = "adapters.safetensors"
@@ -26,13 +29,15 @@ ADAPTERS = "adapters.safetensors"
 @dataclass(frozen=True)
 class Source:
     """A model folder that was found. config, generation: its config.json, with the end tokens that
-    count, and its generation_config.json. notices: what is to be said about them."""
+    count, and its generation_config.json. notices: what is to be said about them. own_files: the
+    weight files that this process reads, where that is not all of them."""
 
     name: str
     folder: Path
     config: dict[str, Any]
     generation: dict[str, Any] = field(default_factory=dict)
     notices: tuple[str, ...] = ()
+    own_files: tuple[str, ...] | None = None
 
     @property
     def context_tokens(self) -> int | None:
@@ -47,11 +52,15 @@ class Source:
     @cached_property
     def shards(self) -> Shards:
         """Its weight files. UsageError where something is wrong with them."""
-        return shards.find(self.folder, self.name)
+        return shards.find(self.folder, self.name, self.own_files)
 
     def fingerprint(self, template: str = "") -> str:
         """Stands for all that decides what the model writes. template: one in place of its own."""
-        return identity.fingerprint(self.folder, self.shards.files, template)
+        if self.own_files is None:
+            return identity.fingerprint(self.folder, self.shards.files, template)
+        # Ranks that read other files: the hub's own folder is named after the commit.
+        revision = f"{self.name} {self.folder.name}"
+        return identity.fingerprint(self.folder, (), template, revision)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -78,21 +87,22 @@ class Source:
         return [*said, f"context {context:,} from config.json"] if context else said
 
 
-def find(name: str, offline: bool = False) -> Source:
-    """The model folder for a folder, a hub id or `builtin`. UsageError if there is none, or if
-    mlx-lm has no code for its type."""
-    source = locate(name, offline)
+def find(name: str, offline: bool = False, share: Share | None = None) -> Source:
+    """The model folder for a folder, a hub id or `builtin`. share: what of a hub's model this
+    process reads. UsageError if there is none, or if mlx-lm has no code for its type."""
+    source = locate(name, offline, share)
     check_type(source)
     return source
 
 
-def locate(name: str, offline: bool = False) -> Source:
+def locate(name: str, offline: bool = False, share: Share | None = None) -> Source:
     """Like `find`, for a folder that may hold a drafting head instead of a model."""
-    folder = _folder(name, offline)
+    folder, own_files = _folder(name, offline, share)
     config, generation, notices = configs.read(folder, name)
     if "model_file" in config:
         raise needs_code(f"`{name}`", f"model_file: {config['model_file']}")
-    return Source(name, folder, config, generation, tuple(notices))
+    own = None if own_files is None else tuple(own_files)
+    return Source(name, folder, config, generation, tuple(notices), own)
 
 
 def local_sampling(name: str) -> dict[str, Any]:
@@ -131,38 +141,46 @@ def unsupported_hint(error: Exception) -> str | None:
     return "this mlx-lm does not know that model type" if "not supported" in str(error) else None
 
 
-def _folder(name: str, offline: bool) -> Path:
+def _folder(name: str, offline: bool, share: Share | None) -> tuple[Path, list[str] | None]:
+    """Where a model lies, and which of its weight files count here; None: all of them."""
     if name == "builtin":
         if not (BUILTIN / "config.json").exists():
             raise UsageError(
                 "this installation has no built-in model",
                 "name one with `-m`: an mlx-lm folder or a hub id",
             )
-        return BUILTIN
+        return BUILTIN, None
     path = Path(os.path.expanduser(name))
     if path.is_dir():
-        return path
+        return path, None
     if path.exists():
         raise UsageError(f"`{name}` is a file, not a model folder")
     if not _may_be_hub_id(name):
         raise UsageError(f"there is no model folder `{name}`", "a hub id looks like `OWNER/NAME`")
-    return _from_hub(name, offline)
+    if share is None:
+        return _from_hub(name, (*WANTED, shards.PATTERN), offline), None
+    from ds4cli.models import stages
+
+    folder = _from_hub(name, WANTED, offline)
+    config, _, _ = configs.read(folder, name)
+    own = stages.own_files(folder, config, share)
+    return _from_hub(name, (*WANTED, *(own or [shards.PATTERN])), offline), own
 
 
 def _may_be_hub_id(name: str) -> bool:
     return name.count("/") == 1 and not name.startswith((".", "~", "/"))
 
 
-def _from_hub(name: str, offline: bool) -> Path:
-    """A hub repository's local copy, downloaded as mlx-lm does, but no code, unless `offline`."""
+def _from_hub(name: str, patterns: Sequence[str], offline: bool) -> Path:
+    """A hub repository's local copy of such files, downloaded as mlx-lm does, unless `offline`."""
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
     from mlx_lm.utils import snapshot_download
 
     if offline:
         os.environ["HF_HUB_OFFLINE"] = "1"
     try:
-        patterns = list(WANTED)
-        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=offline))
+        given = dict(allow_patterns=list(patterns), local_files_only=offline)
+        return Path(snapshot_download(name, **given))
     except HFValidationError:
         raise UsageError(f"`{name}` is neither a folder nor a hub id") from None
     except (LocalEntryNotFoundError, FileNotFoundError):

@@ -14,7 +14,7 @@ from mlx_lm.utils import dequantize_model, load_model
 
 from ds4cli.arrays import named_leaves
 from ds4cli.errors import ModelError, UsageError
-from ds4cli.models import adapters
+from ds4cli.models import adapters, stages
 from ds4cli.models.sharding import Share
 from ds4cli.models.shards import PATTERN
 from ds4cli.models.source import Source, unsupported_hint
@@ -44,7 +44,7 @@ def load_weights(
     """
     _refuse_quantized_activations(source)
     with _only_what_counts(source) as folder:
-        model = _load(source, folder)
+        model = _load(source, folder, share)
         notices = _to_float32(model, source.name) if _wants_float32(model, dtype, share) else []
         if share is not None:
             notices += [] if adapter is None else adapters.fuse_into(model, adapter)
@@ -81,9 +81,13 @@ def _only_what_counts(source: Source) -> Iterator[Path]:
         yield Path(view)
 
 
-def _load(source: Source, folder: Path) -> Any:
+def _load(source: Source, folder: Path, share: Share | None) -> Any:
+    own: dict[str, Any] = {}
+    if source.own_files is not None:
+        assert share is not None, "it is a part of something"
+        own["get_model_classes"] = stages.classes(share)
     try:
-        model, _ = load_model(folder, lazy=True)
+        model, _ = load_model(folder, lazy=True, **own)
     except ValueError as error:
         raise _refusal(source, str(error), unsupported_hint(error)) from None
     except Exception as error:  # a config that its model class cannot read, a broken file
