@@ -74,6 +74,20 @@ def test_a_failed_append_leaves_the_file_as_it_was(log, monkeypatch, call):
     assert reason(OSError("odd")) == "odd"
 
 
+def test_what_failed_first_is_said(log, monkeypatch):
+    """On a broken disk the line cannot be taken back either: the reason was that."""
+
+    def fail(number):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "write", lambda *_: fail(errno.ENOSPC))
+    cut = iter([lambda *_: None, lambda *_: fail(errno.EIO)])
+    monkeypatch.setattr(os, "ftruncate", lambda *_: next(cut)())
+    with pytest.raises(OSError) as error:
+        log.append(b"two\n", 0)
+    assert error.value.errno == errno.ENOSPC
+
+
 def test_short_writes_are_completed(log, monkeypatch):
     """A disk that takes a few bytes at a time cut the line."""
     write = os.write
@@ -82,12 +96,15 @@ def test_short_writes_are_completed(log, monkeypatch):
     assert content(log) == b"a line\n"
 
 
-def test_a_file_belongs_to_one_at_a_time(tmp_path, log):
+def test_a_file_belongs_to_one_at_a_time(tmp_path, log, monkeypatch):
     """Two runs that append to one file, each over the other's lines."""
     with pytest.raises(Taken):
         Appended(tmp_path / "log", 0o600, create=True)
+    closed, fd, close = [], log.fd, os.close
+    monkeypatch.setattr(os, "close", lambda fd: closed.append(fd) or close(fd))
     log.close()
     log.close()
+    assert closed == [fd]
     Appended(tmp_path / "log", 0o600, create=False).close()
     with pytest.raises(FileNotFoundError):
         Appended(tmp_path / "none", 0o600, create=False)

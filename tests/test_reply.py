@@ -4,7 +4,7 @@ import pytest
 from test_tools_exact import GOOD
 from toolkit import TOOLS, tokenizer
 
-from ds4cli.engine.reply import Regions, ReplyText
+from ds4cli.engine.reply import Regions, ReplyText, Taken
 from ds4cli.errors import StateError
 from ds4cli.text.reasoning import Markers
 from ds4cli.tools import Guard
@@ -254,3 +254,71 @@ def test_a_reply_that_is_moved_goes_on_where_it_stands():
     assert back.take(b"c").text == "c"
     with pytest.raises(StateError):
         guarded().moved(5)
+
+
+def test_what_a_stop_token_means_inside_a_call():
+    """A reply that ended inside a call, or behind one, without its call."""
+    asked = []
+
+    def ends(step):
+        reply, guard = guarded(), Braces()
+        reply.take(b"ab")
+        guard.feed = lambda *given: asked.append(given) or step
+        reply.guard = guard
+        return reply, reply.end(9)
+
+    assert ReplyText(decode, 5).end(9) == Taken("", reason="stop")
+    assert ends(GuardStep())[1] == Taken("", reason="stop")
+    call = ParsedCall("f", "{}")
+    reply, taken = ends(GuardStep("x", "closed", (call,)))
+    assert (taken, reply.calls, reply.closed_at) == (Taken("x", keep=7, reason="tool"), [call], 7)
+    left = GuardStep("y", "left", bad_pos=7)
+    assert ends(left)[1] == Taken("y", step=left)
+    assert asked == [(7, 9, "")] * 3
+
+
+def test_a_call_that_begins_wrong_behind_another_is_taken_back():
+    """The first call ended the reply, or its repair was lost."""
+    reply = guarded()
+    say(reply, b"{1}")
+    step = GuardStep(event="left", bad_pos=8)
+    reply.guard.feed = lambda *_: step
+    assert reply.take(b"x") == Taken("", 1, step=step)
+
+
+def test_a_moved_reply_keeps_its_stop_strings_and_its_reasoning():
+    """After `rewind` between two events `--stop` was forgotten, or looked for in the reasoning."""
+    think = (Markers("<think>", "</think>"), False)
+    reply = ReplyText(decode, 5, (), ["know"], think=think)
+    assert reply.take(b"<think>know x").keep is None and reply.region == "think"
+    moved = reply.moved(5 + 11)
+    assert moved.region == "think"
+    taken = moved.take(b"know</think>I know")
+    assert (taken.text, taken.keep) == ("know</think>I ", 5 + 11 + 14)
+
+
+def test_a_stop_string_that_only_the_end_completes():
+    """Half a character in front of the end, held back and then shown with what follows it."""
+    reply = ReplyText(decode, 0, (), ["\ufffd", "b\ufffd"])
+    assert reply.take(b"ab\xc3").text == "a"
+    assert reply.finish("length")[1] == ""
+    reply = ReplyText(decode, 0, (), ["xyz"])
+    assert reply.take(b"axy").text == "a"
+    reply.guard = Braces()
+    reply.guard.finish = lambda reason: GuardEnd("z!", (ParsedCall("f", "{}"),), reason="odd")
+    assert reply.finish("stop")[1:] == ("", "tool", "odd")
+    assert [call.name for call in reply.calls] == ["f"]
+    reply = ReplyText(decode, 0, guard=Braces())
+    reply.guard.finish = lambda reason: GuardEnd("", (ParsedCall("f", "{}"),))
+    assert reply.finish("cancelled")[2] == "cancelled" and not reply.calls
+
+
+def test_an_indented_fence_begins_code():
+    """A fence in a list item was prose, as is what may be its own mark at the end of a line."""
+    regions = Regions()
+    for text, current in (("x\n  ```py\n", "code"), ("a ```\n", "code"), ("```\n", "prose")):
+        regions.push(text)
+        assert regions.current == current, text
+    regions = Regions((Markers("<t>", "</t>"), True))
+    regions.push("</t> <t> </t>")
+    assert regions.current == "prose"
