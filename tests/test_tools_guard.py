@@ -589,3 +589,53 @@ def test_bytes_of_a_character_split_over_tokens():
     steps = play(guard, wrapper, "é" + CALL.replace("Paris", "Orléans 東京 🎉"))
     assert events(steps) == ["open", "closed"]
     assert "東京 🎉" in steps[-1].calls[0].arguments
+
+
+def test_a_reply_that_was_written_before_is_taken_whole():
+    """A chat that goes on after its file was read: an open call was not known, a closed one lost,
+    and a call of other tools was repaired in the past."""
+    wrapper = tokenizer()
+    whole, cut = f"Well, {CALL}", CALL[: CALL.index("Paris")]
+    for text, caught, shown_text, is_open in (
+        (whole, ["get_weather"], "Well, ", False),
+        (whole + cut, ["get_weather"], "Well, ", True),
+        ("A < b <tool", [], "A < b ", False),
+    ):
+        guard, ids = Guard(wrapper, TOOLS), encode(wrapper, text)
+        assert guard.catch_up(7, ids, wrapper.decode)
+        assert [call.name for call in guard.caught] == caught and guard.is_open == is_open
+        assert guard.caught_text == shown_text and (not is_open or guard.opened > 7)
+        assert guard.feed(7 + len(ids), encode(wrapper, "x")[0], "x").event is None
+    for grammar, bad in ((True, '{"name": "gone'), (False, '{"name": "gone"}\n</tool_call>')):
+        guard = Guard(wrapper, TOOLS, use_grammar=grammar)
+        assert not guard.catch_up(7, encode(wrapper, "<tool_call>\n" + bad), wrapper.decode)
+
+
+def test_what_may_stand_instead_of_a_wrong_guess():
+    """A token that no grammar allows was fed and taken back, though its row was there to pick from;
+    or it was picked under the mask of another place."""
+    wrapper = tokenizer()
+    size = len(wrapper)
+    guard = Guard(wrapper, TOOLS)
+    ahead, wrong = encode(wrapper, ' "days": 1'), encode(wrapper, "x")[0]
+    assert guard.instead(ahead, wrong, size) is None, "no call is open"
+    play(guard, wrapper, CALL[: CALL.index("}}")] + ",")
+    instead = guard.instead(ahead, wrong, size)
+    assert "`x`" in instead.reason
+    allowed = {i for i in range(size) if instead.allowed[i]}
+    assert {encode(wrapper, c)[0] for c in "2 }"} <= allowed and wrong not in allowed
+    assert guard.repairs == 1
+    assert guard.instead(ahead, encode(wrapper, "2")[0], size) is None, "it may stand there"
+    assert guard.instead(encode(wrapper, ' "x"'), wrong, size) is None, "they leave it before"
+    assert play(guard, wrapper, ' "days": 12', start=guard._end)[-1].event is None
+    assert Guard(wrapper, TOOLS, use_grammar=False).instead([], wrong, size) is None
+
+
+def test_repairs_are_counted_over_the_reply():
+    """Two repairs told as one."""
+    wrapper = tokenizer()
+    guard = Guard(wrapper, TOOLS)
+    play(guard, wrapper, '<tool_call>\n{"name')
+    for n in (1, 2, 3):
+        (step,) = play(guard, wrapper, "x", start=guard._end)
+        assert step.event == "left" and guard.repairs == n
