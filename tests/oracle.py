@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny import V, build
 
 from ds4cli.drafters.drafter import Drafter
+from ds4cli.rewind.timeline import Timeline
 
 FAMILIES = (
     "llama",
@@ -62,6 +64,36 @@ class Letters:
         return "".join(map(self.alphabet.__getitem__, ids))
 
 
+class Noting(Timeline):
+    """A timeline that notes which model calls its tokens came from.
+
+    made: where each call began, and how many rows it was given; calls beyond `pos` are of a text
+    that is gone. A loaded one takes it from the timeline that was saved.
+    """
+
+    made: Sequence[tuple[int, int]] = ()
+
+    def before_call(self, rows, *args):
+        begin = self.pos + self.open_tokens
+        self.made = [*(call for call in self.made if call[0] < begin), (begin, rows)]
+        return super().before_call(rows, *args)
+
+    def rewind(self, pos):
+        made = self.made
+        try:
+            return super().rewind(pos)
+        except BaseException:
+            self.made = made
+            raise
+
+    @property
+    def calls(self) -> list[tuple[int, int]]:
+        """How many tokens each call kept and was fed, for the tokens up to where it stands."""
+        made = [call for call in self.made if call[0] < self.pos]
+        ends = [*(begin for begin, _ in made[1:]), self.pos]
+        return [(end - begin, rows) for (begin, rows), end in zip(made, ends, strict=True)]
+
+
 def engine(name: str, *, model=None, draft=None, eos: Sequence[int] = (), **settings):
     """An engine over a tiny random model."""
     from ds4cli.engine.engine import Engine
@@ -72,7 +104,9 @@ def engine(name: str, *, model=None, draft=None, eos: Sequence[int] = (), **sett
         settings.setdefault("draft_model", "given")
     settings.setdefault("drafter", "none")
     model = build(name, scale=SCALE) if model is None else model
-    return Engine(model, Letters(eos), Settings(**settings), draft=draft)
+    made = Engine(model, Letters(eos), Settings(**settings), draft=draft)
+    made._make_timeline = Noting
+    return made
 
 
 def prompt(n: int, seed: int = 1) -> list[int]:
@@ -80,17 +114,28 @@ def prompt(n: int, seed: int = 1) -> list[int]:
     return mx.random.randint(0, V, (512,), key=mx.random.key(seed)).tolist()[:n]
 
 
-def fresh_logits(
-    model, tokens: Sequence[int], first: int = 0, then: int = 0, make: Callable | None = None
+def fresh_logits(model, tokens: Sequence[int], make: Callable | None = None) -> mx.array:
+    """The row after `tokens`, from stock caches in one call. make: what makes the caches of a
+    model, where they are not those of mlx-lm."""
+    return model(mx.array(tokens)[None], cache=(make or make_prompt_cache)(model))[0, -1]
+
+
+def logits_of_calls(
+    model, tokens: Sequence[int], calls: Sequence[tuple[int, int]], make: Callable | None = None
 ) -> mx.array:
-    """The row after `tokens`, from stock caches: `first` tokens in one call, then calls of `then`
-    (0: all). make: what makes the caches of a model, where they are not those of mlx-lm."""
-    cache, at = (make or make_prompt_cache)(model), 0
-    while at < len(tokens):
-        size = (first if at == 0 and first else then) or len(tokens)
-        rows = model(mx.array(tokens[at : at + size])[None], cache=cache)
-        at += size
-    return rows[0, -1]
+    """The row after `tokens`, from stock caches in calls of which each kept and was fed so many:
+    what was not kept is made up, as rows do not depend on what follows them."""
+    caches, done = (make or make_prompt_cache)(model), 0
+    for kept, fed in calls:
+        block = tokens[done : done + kept]
+        before = copy.deepcopy(caches) if fed > kept else caches
+        row = model(mx.array([[*block, *[tokens[0]] * (fed - kept)]]), cache=before)[0, kept - 1]
+        mx.eval(row)
+        if fed > kept:
+            mx.eval(model(mx.array([block]), cache=caches))
+        done += kept
+    assert done == len(tokens), "a loaded timeline's calls are those of the saved one"
+    return row
 
 
 # Rows that stock caches gave for texts of late: (model, how its caches are made, text, rows).
@@ -129,28 +174,18 @@ def error(a: mx.array, b: mx.array) -> float:
     return (mx.abs(a - b).max() / mx.maximum(mx.abs(b).max(), 1)).item()
 
 
-def assert_fresh(
-    model,
-    tokens: Sequence[int],
-    logits: mx.array,
-    ahead: Sequence[int] = (),
-    make: Callable | None = None,
-) -> None:
-    """`logits` is what a fresh prefill of `tokens` gives, to 2e-5. ahead, make: see `read_logits`.
+def assert_fresh(model, timeline: Timeline, make: Callable | None = None) -> None:
+    """The timeline's logits are what stock caches give for its text, to 2e-5.
 
-    Where stock mlx-lm differs from itself by more, between call sizes, its own spread is allowed:
-    DeepSeek V4.1 rounds activations to fp8 and fp4, Mamba-2 scans a chunk and a step by different
-    sums.
+    In one call; or, where that is another row, in the calls that the text came from: DeepSeek V4.1
+    rounds activations to fp8 and fp4, Mamba-2 scans a chunk and a step by different sums, and so
+    stock mlx-lm differs from itself between call sizes. make: see `fresh_logits`.
     """
-    if error(logits, read_logits(model, tokens, ahead, make)) < TOLERANCE:
+    tokens, row = timeline.tokens, timeline.logits
+    if error(row, read_logits(model, tokens, timeline.redo_tokens, make)) < TOLERANCE:
         return
-    fresh, allowed = fresh_logits(model, tokens, make=make), TOLERANCE
-    if error(logits, fresh) >= TOLERANCE:
-        sizes = [(n, n) for n in (1, 2, 3, 5, 8)] + [(n, 0) for n in (1, 2, 4)]
-        allowed = max(
-            TOLERANCE, *(2 * error(fresh_logits(model, tokens, *s, make), fresh) for s in sizes)
-        )
-    assert error(logits, fresh) < allowed
+    if error(row, fresh_logits(model, tokens, make)) >= TOLERANCE:
+        assert error(row, logits_of_calls(model, tokens, timeline.calls, make)) < TOLERANCE
 
 
 def check(model, session) -> None:
@@ -158,7 +193,7 @@ def check(model, session) -> None:
     timeline = session._timeline
     for adapter in timeline.adapters:
         assert adapter.pos() in (None, session.pos)
-    assert_fresh(model, session.tokens, session.logits, timeline.redo_tokens)
+    assert_fresh(model, timeline)
 
 
 class OracleDrafter(Drafter):

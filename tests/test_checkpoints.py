@@ -95,6 +95,9 @@ def test_what_just_fits_stays():
     for pos in (10, 20, 30):
         checkpoints.add(checkpoint(pos), 31)
     assert positions(checkpoints) == [10, 20, 30]
+    near = [checkpoint(10), checkpoint(11)]
+    assert positions(added(near, checkpoint(12), 30)) == [10, 11, 12]
+    assert len(added(near, checkpoint(12), 29).kept) == 2
     many = [checkpoint(pos) for pos in range(1, module.MAX_CHECKPOINTS + 1)]
     assert len(added(many[:-1], many[-1], 10**6).kept) == module.MAX_CHECKPOINTS
     assert len(added(many, checkpoint(10**4), 10**6).kept) <= module.MAX_CHECKPOINTS

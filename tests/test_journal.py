@@ -93,6 +93,19 @@ def test_a_torn_last_line_is_left_out(path, cut):
     assert again.notice is None and again.transcript.line.turns[-1].content == "other"
 
 
+def test_a_last_line_of_other_bytes_is_torn(path):
+    """A power cut leaves zeros, or half a line with a line end behind it."""
+    stored_chat(path, "a", "b")
+    whole = path.read_bytes()
+    for torn in (b"\0\0\0\n", b'{"role": "us\n'):
+        path.write_bytes(whole + torn)
+        stored = journal.read(path)
+        assert f"({len(torn)} bytes)" in stored.notice and stored.nbytes == len(whole)
+        assert [turn.content for turn in stored.transcript.line.turns] == ["a", "b"]
+    path.write_bytes(whole.split(b"\n")[0] + b"\n")
+    assert journal.read(path).notice is None and not journal.read(path).transcript.line.turns
+
+
 def test_a_change_is_written_whole_or_not_at_all(path):
     """Guards: a kill inside a new branch or a new model's tokens shortens or spoils the chat."""
     writer, transcript = chat("a", "b", "c", "d")

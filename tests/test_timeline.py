@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 import pytest
-from oracle import FAMILIES, assert_fresh, failing_layer, interrupts, prompt
+from oracle import FAMILIES, Noting, assert_fresh, failing_layer, interrupts, prompt
 from tiny import CFG, V, build
 
 from ds4cli.caches import adapt, build_caches
@@ -28,7 +28,7 @@ def armed(name):
 
 def timeline(name, horizon=256, mb=512, chunk=512):
     model, recorder = armed(name)
-    return Timeline(model, recorder, Limits(horizon, mb << 20, chunk))
+    return Noting(model, recorder, Limits(horizon, mb << 20, chunk))
 
 
 def step(t, feed, kept=None):
@@ -41,7 +41,7 @@ def check(t):
     """State and logits equal a fresh prefill; all layers stand at pos."""
     assert all(a.pos() in (None, t.pos) for a in t.adapters)
     if t.logits is not None:
-        assert_fresh(t.model, t.tokens, t.logits, t.redo_tokens)
+        assert_fresh(t.model, t)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -466,8 +466,9 @@ def test_a_loaded_timeline_knows_no_checkpoints_of_a_text_that_is_gone():
     earlier = [vars(f) for f in t.checkpoints.kept]
     t.rewind(37)
     for checkpoints in (t.state()["frontiers"], earlier):  # of this version, of earlier ones
-        loaded = Timeline(t.model, t.recorder, t.limits)
+        loaded = Noting(t.model, t.recorder, t.limits)
         loaded.load_state({**t.state(), "frontiers": checkpoints})
+        loaded.made = t.made
         loaded.sync([*t.tokens, *prompt(60, seed=2)])
         loaded.rewind(40)
         check(loaded)
@@ -590,8 +591,10 @@ class Driven:
 
     def reload(self):
         state = self.t.state()
-        self.t = Timeline(self.t.model, self.t.recorder, self.t.limits)
+        made = self.t.made
+        self.t = Noting(self.t.model, self.t.recorder, self.t.limits)
         self.t.load_state(state)
+        self.t.made = made
         check(self.t)
 
     def detour(self, n, back, kept=False):
