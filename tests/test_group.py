@@ -1,5 +1,7 @@
 """Sessions stepped together: each says what it says alone, whatever happens to the others."""
 
+from itertools import pairwise
+
 import mlx.core as mx
 import pytest
 from oracle import Letters, OracleDrafter, check, engine, prompt
@@ -14,6 +16,7 @@ from ds4cli.engine.group import Group
 from ds4cli.errors import ModelError
 from ds4cli.lanes import Lanes
 from ds4cli.settings import Settings
+from ds4cli.tape import Tape
 from ds4cli.tools import Guard
 
 KINDS = (
@@ -306,6 +309,40 @@ def test_lanes_with_guesses_say_what_they_say_without(name):
     lanes = [group.join(s, max_tokens=25) for s in joined]
     assert written(group, lanes) == truth
     assert sum(s.stats.accepted for s in joined) > 30
+    check(made.model, joined[1])
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2", "mamba"])
+def test_what_lanes_replay_is_replayed_at_once(name, monkeypatch):
+    """Each lane that kept a part of its guesses ran the recurrences again by itself; replayed with
+    others, it stood in their state, or where it was cut otherwise than they."""
+    made = engine(name, speculate="always", num_draft_tokens=3)
+    truth, group = alone(made, [{"max_tokens": 12}] * 5), Group(made)
+    joined, replays, replay = list(sessions(made)), [], Tape.replay
+    for i, (session, (tokens, *_)) in enumerate(zip(joined, truth, strict=True)):
+        right = (0.3, 0.3, 0.3, 0.6, 0.9)[i]
+        session.drafter = OracleDrafter([*session.tokens, *tokens], right)
+
+    def noted(tape, starts, rows):
+        replays.append((rows, len(starts)))
+        return replay(tape, starts, rows)
+
+    monkeypatch.setattr(Tape, "replay", noted)
+    for session in joined:
+        group.join(session, max_tokens=12)
+    calls = []
+    while group.lanes:
+        group.call()
+        calls.append(len(replays))
+        for lane in [lane for lane in group.lanes if lane.has_step]:
+            next(lane.events, None)
+    calls = [replays[a:b] for a, b in pairwise([*calls, len(replays)])]
+    several = len(made.model.layers) + 1
+    if name != "mamba":  # whose replay runs projections of the model
+        assert all(len({*rows}) == len(rows) for rows in ([n for n, _ in c] for c in calls))
+        assert any(caches > several for _, caches in replays)
+    assert [s.tokens[-12:] for s in joined] == [tokens for tokens, *_ in truth]
+    assert sum(s.stats.accepted for s in joined) > 10
     check(made.model, joined[1])
 
 

@@ -25,10 +25,10 @@ from ds4cli.arrays import integers
 from ds4cli.drafters.sharing import RoundCosts, is_worth_stopping, share
 from ds4cli.engine.engine import Engine
 from ds4cli.engine.generation import Event
-from ds4cli.engine.session import Session, Step
+from ds4cli.engine.session import Session, Step, accepted_drafts
 from ds4cli.errors import ModelError
 from ds4cli.rewind.timeline import Timeline
-from ds4cli.rewind.together import evaluate_together, feed_together
+from ds4cli.rewind.together import evaluate_together, feed_together, replay_together
 from ds4cli.sampling import Asked, pick_together, refuse_nan
 
 # A block's tokens: the next one and guesses, or what the call before picks, (1,), not known yet.
@@ -40,6 +40,7 @@ class Picks:
 
     def __init__(self, array: mx.array, lanes: int):
         self.array, self.lanes = array, lanes
+        self.is_replayed = False  # what lanes replay for keeping a part of their guesses
         self._values: list[int] = []
 
     def values(self, start: int, stop: int) -> list[int]:
@@ -252,6 +253,8 @@ class Lane:
                 raise
             self._group.part(error)
             return None
+        if part.drafts:
+            self._group.replay(part.picks)
         self._open.popleft()
         self._is_seated_anew = False
         if part.drafts:
@@ -266,6 +269,18 @@ class Lane:
             may = self._may_run_ahead
             self._runs_ahead = may and not self._group.wants(session, following, self._reply.end)
         return step
+
+    def waits_for(self, picks: Picks) -> bool:
+        """Whether its oldest block is part of the call that these come from."""
+        is_there = self.timeline.open_blocks == len(self._open)
+        return is_there and bool(self._open) and self._open[0].picks is picks
+
+    @property
+    def kept_rows(self) -> int:
+        """Rows of its oldest block that agree with what the model takes, if no guard objects."""
+        part = self._open[0]
+        taken = part.picks.values(part.start, part.start + len(part.rows))
+        return 1 + accepted_drafts(part.drafts, taken, self.session.engine.stop_ids)
 
     def _sits_anew(self) -> bool:
         """A row is not a number: whether the block may be fed once more, from a clean seat. Guesses
@@ -395,6 +410,15 @@ class Group:
         if not self._call_each(due):
             self.is_apart = True
             self._warn(f"one at a time from here on, for a call for {len(due)} failed: {error}")
+
+    def replay(self, picks: Picks) -> None:
+        """Before the first lane of a call keeps a part of its guesses: what is replayed for that in
+        all of them. What a guard keeps instead is replayed by its own lane."""
+        if not picks.is_replayed:
+            picks.is_replayed = True
+            waiting = [lane for lane in self.lanes if lane.waits_for(picks)]
+            rows = [lane.kept_rows for lane in waiting]
+            replay_together([lane.timeline for lane in waiting], rows)
 
     def _call_each(self, due: Sequence[Lane]) -> int:
         """A call for each; how many failed."""

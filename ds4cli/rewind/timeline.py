@@ -69,6 +69,7 @@ class _Block(NamedTuple):
     logits: mx.array  # (n, V), or only the last row (1, V); lazy until `evaluate`
     hidden: list[mx.array]  # (n, H) per tapped layer
     live: Any  # a tree of what the call left in the layers
+    head: tuple[int, Slots] | None = None  # rows, and the slots after them, known beforehand
 
     def row(self, rows: int) -> mx.array:
         """The logits row (V,) after the first `rows` tokens of the feed."""
@@ -392,9 +393,22 @@ class Timeline:
             if block.tape is None:
                 self._feed_head_again(block, rows)
                 return
-            slots = block.tape.replay(block.hold.slots, rows)
+            known, slots = block.head or (0, slots)
+            if known != rows:
+                slots = block.tape.replay(block.hold.slots, rows)
         layers.stand(block.start + rows, slots)
         layers.forget_ahead()
+
+    def to_replay(self, rows: int) -> tuple[Tape, Slots] | None:
+        """What `commit` of so many rows replays, and from where; None where it replays nothing."""
+        block = self._now.open[0]
+        is_cut = rows < len(block.feed) and bool(self._now.layers.recurrent)
+        return (block.tape, block.hold.slots) if is_cut and block.tape is not None else None
+
+    def replayed(self, rows: int, slots: Slots) -> None:
+        """`to_replay` gave that, and it led here: `commit` of so many rows need not do it again."""
+        first, *others = self._now.open
+        self._now = self._now._replace(open=(first._replace(head=(rows, slots)), *others))
 
     def _feed_head_again(self, block: _Block, rows: int) -> None:
         """Without a tape: back to the block's start, then a second model call."""

@@ -13,7 +13,7 @@ from ds4cli.hooks import last_row
 from ds4cli.lanes import Lanes
 from ds4cli.rewind.layers import Layers
 from ds4cli.rewind.timeline import Opening, Timeline
-from ds4cli.tape import Tape
+from ds4cli.tape import Slots, Tape
 
 Feed = list[int] | mx.array
 Part = tuple[mx.array, Tape | None, list[mx.array]]  # logits rows, tape, what the taps noted
@@ -103,3 +103,17 @@ def evaluate_together(timelines: Sequence[Timeline], *arrays: mx.array, wait: bo
         for timeline in timelines:
             timeline.abort()
         raise
+
+
+def replay_together(timelines: Sequence[Timeline], rows: Sequence[int]) -> None:
+    """Before each timeline commits so many rows of its oldest block: what is replayed for that, of
+    all where they are equally many in one go."""
+    by_rows: dict[int, list[tuple[Timeline, Tape, Slots]]] = {}
+    for timeline, n in zip(timelines, rows, strict=True):
+        due = timeline.to_replay(n)
+        if due is not None:
+            by_rows.setdefault(n, []).append((timeline, *due))
+    for n, due_parts in by_rows.items():
+        owners, tapes, starts = zip(*due_parts, strict=True)
+        for timeline, slots in zip(owners, Tape.replay_all(tapes, starts, n), strict=True):
+            timeline.replayed(n, slots)
