@@ -70,6 +70,19 @@ CASES = {
         False,
         True,
     ),
+    "speculators, one layer slides": (
+        {
+            **SPECULATORS,
+            "transformer_layer_config": {
+                **SPECULATORS["transformer_layer_config"],
+                "layer_types": ["sliding_attention", "full_attention"],
+                "sliding_window": 3,
+            },
+        },
+        (0, 1, 3),
+        True,
+        True,
+    ),
     "deepspec": (DEEPSPEC, (0, 1, 2), True, True),
 }
 
@@ -161,14 +174,19 @@ class Reference:
                 x = normed if self.config.get("norm_before_residual") else x
             else:
                 into = self.norm(x, f"{at}.input_layernorm")
-            x = x + self.attention(into, f"{at}.self_attn", base)
+            x = x + self.attention(into, f"{at}.self_attn", base, self.window(i))
             y = self.norm(x, f"{at}.post_attention_layernorm")
             gate = self.linear(y, f"{at}.mlp.gate_proj")
             inner = gate * mx.sigmoid(gate) * self.linear(y, f"{at}.mlp.up_proj")
             x = x + self.linear(inner, f"{at}.mlp.down_proj")
         return x[-1]
 
-    def attention(self, x, at, base):
+    def window(self, layer):
+        fields = self.config.get("transformer_layer_config", self.config)
+        slides = fields.get("layer_types", [""] * (layer + 1))[layer] == "sliding_attention"
+        return fields["sliding_window"] if slides else 10**6
+
+    def attention(self, x, at, base, window):
         q, k, v = (self.linear(x, f"{at}.{n}_proj").reshape(len(x), -1, D) for n in "qkv")
         if f"{at}.q_norm.weight" in self.w:
             q, k = self.norm(q, f"{at}.q_norm"), self.norm(k, f"{at}.k_norm")
@@ -176,7 +194,8 @@ class Reference:
         q, k, out = rotate(q, where), rotate(k, where), []
         for h in range(HEADS):
             scores = q[:, h] @ k[:, h * KV // HEADS].T / D**0.5
-            scores = mx.where(mx.tril(mx.ones(scores.shape)) > 0, scores, -mx.inf)
+            back = where[:, None] - where[None]
+            scores = mx.where((back >= 0) & (back < window), scores, -mx.inf)
             out.append(mx.softmax(scores, axis=-1) @ v[:, h * KV // HEADS])
         return self.linear(mx.concatenate(out, -1), f"{at}.o_proj")
 
@@ -241,7 +260,11 @@ def test_layers_that_nobody_names_are_the_usual_three():
         ({"model_type": "deepseek_v3"}, "deepseek_v3"),
         ({"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}}, "layer 9"),
-        ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_window"),
+        ({"layer_types": ["linear_attention"]}, "linear_attention"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"rope_is_neox_style": False}, "rope_is_neox_style"),
+        ({"parallel_drafting": True}, "parallel_drafting"),
         ({"rope_scaling": {"rope_type": "mrope"}}, "mrope"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"norm_output": "yes"}, "norm_output"),

@@ -20,6 +20,7 @@ from ds4cli.drafters.fields import (
     rope,
     taps,
     unknown_in,
+    windows,
 )
 from ds4cli.errors import UsageError
 
@@ -152,7 +153,7 @@ def read(config: Mapping[str, Any], kind: str, name: str) -> BlockConfig:
         block_size=flat.integer("block_size", least=2, most=MOST_SLOTS),
         mask_token_id=flat.integer("mask_token_id", least=0, most=vocab - 1),
         taps=taps(flat),
-        windows=_windows(flat),
+        windows=windows(flat, flat.integer("num_hidden_layers", most=MOST_LAYERS)),
         context_rows=CONTEXT_ROWS if kind == "dspark" else None,
         sees_ahead=_sees_ahead(flat, kind),
         first_slot=_first_slot(config, flat, kind),
@@ -254,22 +255,6 @@ def _refuse_others(flat: Fields, kind: str) -> None:
             is_neutral = not key.startswith(REFUSED) or not value
         if not is_neutral:
             raise flat.refuse(key, value)
-
-
-def _windows(flat: Fields) -> tuple[int | None, ...]:
-    layers = flat.integer("num_hidden_layers", most=MOST_LAYERS)
-    kinds = flat.get("layer_types")
-    if not kinds:
-        if flat.flag("use_sliding_window"):
-            raise flat.refuse("use_sliding_window", "true without layer_types")
-        return (None,) * layers
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise flat.refuse("layer_types", kind)
-    if len(kinds) < layers:
-        raise flat.refuse("layer_types", f"{len(kinds)} entries for {layers} layers")
-    is_sliding = [kind == "sliding_attention" for kind in kinds[:layers]]
-    return tuple(flat.integer("sliding_window") if slides else None for slides in is_sliding)
 
 
 def _first_slot(config: Mapping[str, Any], flat: Fields, kind: str) -> int:

@@ -13,7 +13,8 @@ layer ids, if any stand in `eagle_config`, count what a layer returns, from 0 on
 (`Qwen3Eagle3Model`) names them `target_layer_ids`, counted alike. vLLM's speculators put the layers
 under `transformer_layer_config` and count what goes into a layer: one more. Without any, all three
 take what the second, a middle and the fourth layer from the end return. Whether heads are normed
-(Qwen3) or not (Llama), and biases, the tensors say.
+(Qwen3) or not (Llama), and biases, the tensors say. Layers that `layer_types` calls sliding see
+`sliding_window` positions, as speculators train them; all rows are kept all the same.
 
 Sources: SpecForge `modeling/draft/llama3_eagle.py`, speculators `models/eagle3/`, DeepSpec
 `modeling/eagle3/qwen3/modeling.py`.
@@ -45,6 +46,7 @@ from ds4cli.drafters.fields import (
     rope,
     taps,
     unknown_in,
+    windows,
 )
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError, UsageError
@@ -57,6 +59,10 @@ WANTED = {
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
     "parallel_draft_step": 1,
+    "parallel_drafting": False,
+    "rope_is_neox_style": True,
+    "use_swa": False,
+    "input_embedding_scale": 1,
 }
 KNOWN = (
     "eagle_config",
@@ -78,7 +84,8 @@ class Eagle3Config:
 
     state_size: of the target's states. norms_before_fc: "", "one" over all taps or one for "each".
     keeps_normed: the state beside the attention is the normed one. carries_normed: the next row
-    takes the normed output. has_last_norm: logits are made of it.
+    takes the normed output. has_last_norm: logits are made of it. windows: for each layer how many
+    positions it sees back, its own among them; None for all.
     """
 
     hidden_size: int
@@ -87,7 +94,7 @@ class Eagle3Config:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    num_hidden_layers: int
+    windows: tuple[int | None, ...]
     rms_norm_eps: float
     vocab_size: int
     draft_vocab_size: int
@@ -114,7 +121,7 @@ def read(config: Mapping[str, Any], num_target_layers: int | None, name: str) ->
         num_attention_heads=heads,
         num_key_value_heads=kv_heads(flat, heads),
         head_dim=head_dim(flat, hidden // heads),
-        num_hidden_layers=flat.integer("num_hidden_layers", 1, most=MOST_LAYERS),
+        windows=windows(flat, flat.integer("num_hidden_layers", 1, most=MOST_LAYERS)),
         rms_norm_eps=flat.number("rms_norm_eps", 1e-6, most=1),
         vocab_size=vocab,
         draft_vocab_size=flat.integer("draft_vocab_size", vocab, most=vocab),
@@ -153,8 +160,6 @@ def _refuse_others(flat: Fields) -> None:
     for key, wanted in WANTED.items():
         if flat.get(key, wanted) != wanted:
             raise flat.refuse(key, flat.get(key))
-    if "sliding_attention" in (flat.get("layer_types") or ()):
-        raise flat.refuse("layer_types", "sliding_attention")
     if flat.get("partial_rotary_factor", 1) != 1 and "transformer_layer_config" in flat.fields:
         raise flat.refuse("partial_rotary_factor", flat.get("partial_rotary_factor"))
 
@@ -188,12 +193,13 @@ def unknown_fields(config: dict[str, Any]) -> list[str]:
 
 
 class Attention(nn.Module):
-    """Causal attention. is_first: over the embedding and the state side by side."""
+    """Causal attention. index: of the layer; the first attends over the embedding and the state
+    side by side."""
 
-    def __init__(self, config: Eagle3Config, is_first: bool, has_norms: bool, has_bias: bool):
+    def __init__(self, config: Eagle3Config, index: int, has_norms: bool, has_bias: bool):
         super().__init__()
         size, dim, heads = config.hidden_size, config.head_dim, config.num_attention_heads
-        kv_heads, into = config.num_key_value_heads, 2 * size if is_first else size
+        kv_heads, into = config.num_key_value_heads, size if index else 2 * size
         self.q_proj = nn.Linear(into, heads * dim, bias=has_bias)
         self.k_proj = nn.Linear(into, kv_heads * dim, bias=has_bias)
         self.v_proj = nn.Linear(into, kv_heads * dim, bias=has_bias)
@@ -203,13 +209,13 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
         theta, scaling = config.rope["rope_theta"], config.rope.get("rope_scaling")
         self.rope = initialize_rope(dim, theta, False, scaling, config.max_position_embeddings)
-        self._dim = dim
+        self._dim, self._window = dim, config.windows[index]
 
     def __call__(self, x: mx.array, cache: KVCache) -> mx.array:
         q, k, v = (self._split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
         if "q_norm" in self:
             q, k = self.q_norm(q), self.k_norm(k)
-        mask = create_attention_mask(x[None], cache)
+        mask = create_attention_mask(x[None], cache, window_size=self._window)
         q, k = self.rope(q, offset=cache.offset), self.rope(k, offset=cache.offset)
         k, v = cache.update_and_fetch(k, v)
         scale = self._dim**-0.5
@@ -223,14 +229,14 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """A decoder layer; the first one norms embedding and state apart."""
 
-    def __init__(self, config: Eagle3Config, is_first: bool, has_norms: bool, has_bias: bool):
+    def __init__(self, config: Eagle3Config, index: int, has_norms: bool, has_bias: bool):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(config, is_first, has_norms, has_bias)
+        self.self_attn = Attention(config, index, has_norms, has_bias)
         self.mlp = MLP(size, config.intermediate_size)
         self.input_layernorm = nn.RMSNorm(size, eps)
         self.post_attention_layernorm = nn.RMSNorm(size, eps)
-        if is_first:
+        if index == 0:
             self.hidden_norm = nn.RMSNorm(size, eps)
         self._keeps_normed = config.keeps_normed
 
@@ -259,8 +265,8 @@ class Eagle3Head(nn.Module):
             self.input_norm = nn.RMSNorm(len(config.taps) * state, config.rms_norm_eps)
         if config.norms_before_fc == "each":
             self.fc_norm = [nn.RMSNorm(state, config.rms_norm_eps) for _ in config.taps]
-        count = config.num_hidden_layers
-        self.layers = [Layer(config, i == 0, has_norms, has_bias) for i in range(count)]
+        count = len(config.windows)
+        self.layers = [Layer(config, i, has_norms, has_bias) for i in range(count)]
         self.norm = nn.RMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         if "embed_tokens.weight" in tensors:

@@ -152,6 +152,22 @@ def rope(flat: Fields) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
+def windows(flat: Fields, layers: int) -> tuple[int | None, ...]:
+    """For each layer how many positions it sees back, its own among them; None for all."""
+    kinds = flat.get("layer_types")
+    if not kinds:
+        if flat.flag("use_sliding_window"):
+            raise flat.refuse("use_sliding_window", "true without layer_types")
+        return (None,) * layers
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise flat.refuse("layer_types", kind)
+    if len(kinds) < layers:
+        raise flat.refuse("layer_types", f"{len(kinds)} entries for {layers} layers")
+    is_sliding = [kind == "sliding_attention" for kind in kinds[:layers]]
+    return tuple(flat.integer("sliding_window") if slides else None for slides in is_sliding)
+
+
 def unknown_in(fields: Mapping[str, Any], more: Iterable[str]) -> list[str]:
     """The fields that are neither `KNOWN` nor among `more`."""
     known = {*KNOWN, *more}
