@@ -14,10 +14,8 @@ from tiny import CFG, build
 
 from ds4cli.caches import adapt, arena, build_caches
 from ds4cli.errors import ModelError
-from ds4cli.hooks import cuda
 from ds4cli.lanes import Lanes, attention
 from ds4cli.lanes import arm as arm_module
-from ds4cli.lanes.stacked import most_lanes
 from ds4cli.rewind import together
 from ds4cli.rewind.timeline import Limits, Timeline
 from ds4cli.rewind.together import evaluate_together, feed_together
@@ -162,51 +160,32 @@ def test_disarming_gives_every_module_its_class_back():
     assert [type(m) for m in model.modules()] == classes
 
 
-def test_batches_are_no_larger_than_a_grid(arm, monkeypatch):
-    """Sixteen lanes of a hybrid ended with an error of CUDA, here and in mlx-lm."""
-    model, _ = armed("qwen3_next")
-    mixer = model.layers[0].linear_attn
-    assert most_lanes(mixer) is None
-    with monkeypatch.context() as inside:
-        inside.setattr(cuda, "is_on", lambda: True)
-        assert most_lanes(mixer) == 65535 // mixer.conv1d.weight.shape[0]
-        assert most_lanes(model.layers[3].self_attn) is None
-    monkeypatch.setattr(arm_module, "most_lanes", lambda module: 2)
-    both, sizes = Together("qwen3_next", arm("qwen3_next"), (5, 6, 7, 8, 9)), []
-    with patch.object(mixer.conv1d.__class__, "__call__", counted_by(sizes, mixer.conv1d)):
-        both.step(((0, 0),) * 5)
-    assert max(sizes) == 2
-    both.step(((1, 0), (1, 1), (0, 0), (0, 0), (1, 1)))
-    both.rewind(4, both.timelines[4].pos - 1)
-    both.step(((0, 0),) * 5)
+@pytest.mark.parametrize("pairs", [1, 16])
+def test_few_pairs_are_turned_in_small_batches_on_cuda(arm, monkeypatch, pairs):
+    """Guards: a rotation of few pairs whose kernel cannot be started, after which no call works;
+    mlx-lm's own batch of 16 ended so. Other rotations are one call."""
+    lanes, rotation = arm("llama"), armed("llama")[0].layers[0].self_attn.rope
+    monkeypatch.setattr(attention, "MIN_PAIRS", rotation.dims // 2 + 16 - pairs)
+    monkeypatch.setattr(attention, "MOST_GROUPS", 2)
+    both, sizes = Together("llama", lanes), []
+    with monkeypatch.context() as inside, patch.object(mx.fast, "rope", noting(sizes)):
+        inside.setattr(attention.cuda, "is_backend", lambda: True)
+        rows = feed_together(
+            both.timelines, [both.feed(i, n) for i, n in enumerate((4, 0, 2))], lanes
+        )
+        mx.eval(rows)
+    assert max(sizes) == (2 if pairs == 1 else 9)
 
 
-def test_long_blocks_are_turned_lane_by_lane(arm, monkeypatch):
-    """Rows as a batch went beyond the grid of a GPU's kernel where prompts are read together."""
-    monkeypatch.setattr(attention, "MOST_ENTRIES", 16)
-    both = Together("llama", arm("llama"))
-    both.step(((4, 4), (0, 0), (2, 1)))
-    both.step(STEPS[0])
+def noting(sizes):
+    """MLX's rotation, which notes how many entries its batches have."""
+    rope = mx.fast.rope
 
-
-def counted_by(sizes, conv):
-    """The module's call, which notes how many entries its batches have."""
-    call = type(conv).__call__
-
-    def __call__(self, x):
+    def noted(x, *args, **options):
         sizes.append(x.shape[0])
-        return call(self, x)
+        return rope(x, *args, **options)
 
-    return __call__
-
-
-@pytest.mark.parametrize(("name", "is_refused"), [("qwen3_next", True), ("llama", False)])
-def test_recurrences_are_not_called_together_on_cuda(monkeypatch, name, is_refused):
-    """Guards: a batch that ends in an error of MLX's, after which no call works."""
-    monkeypatch.setenv("DS4CLI_CUDA_FORMS", "none")  # its kernels need a card
-    monkeypatch.setattr(cuda, "is_backend", lambda: True)
-    with pytest.raises(ModelError, match="on CUDA") if is_refused else nullcontext():
-        engine(name).lanes().disarm()
+    return noted
 
 
 def test_a_model_is_tried_once():

@@ -76,9 +76,9 @@ class Arena:
         del vars(cache)["keys"], vars(cache)["values"]
 
     def write(self, rows: mx.array, columns: mx.array, keys: mx.array, values: mx.array) -> None:
-        """Rows (1, heads, N, dim), each to its place: rows, columns (N,)."""
-        self.keys[rows, :, columns] = keys[0].swapaxes(0, 1)
-        self.values[rows, :, columns] = values[0].swapaxes(0, 1)
+        """Rows (N, heads, dim), each to its place: rows, columns (N,)."""
+        self.keys[rows, :, columns] = keys
+        self.values[rows, :, columns] = values
 
     def write_all(self, columns: mx.array, keys: mx.array, values: mx.array) -> None:
         """The same for equally many rows in every row of the arena, (rows, heads, n, dim), to

@@ -335,9 +335,6 @@ class Engine(Vocabulary):
         reason."""
         if self.is_shared:
             raise ModelError("other ranks hold parts of the model, and follow one text at a time")
-        if cuda.is_backend() and self.capabilities.is_recurrent:
-            # Seen with mlx 0.32.4: a kernel that cannot be started, and no call works after that.
-            raise ModelError("MLX fails on CUDA in calls of many rows of recurrent layers")
         settings, limits = self.settings, self._limits
         kv = settings.kv_bits, settings.kv_group_size
         if self._lanes is None or not self._lanes.fits:

@@ -26,7 +26,7 @@ from ds4cli.hooks.rebind import Swaps, names_used
 from ds4cli.lanes import attention
 from ds4cli.lanes.call import Call, LaneCache, call_of
 from ds4cli.lanes.mixers import SHARED, by_lane, sharing
-from ds4cli.lanes.stacked import most_lanes, stacked
+from ds4cli.lanes.stacked import stacked
 from ds4cli.lanes.stacks import Stacks
 
 Feed = Sequence[int] | mx.array
@@ -257,7 +257,7 @@ def _parts(module: nn.Module, way: str) -> Iterator[tuple[nn.Module, type]]:
         for part in attention.rotations(module):
             yield part, attention.at_positions(_class(part))
         return
-    yield module, stacked(cls, most_lanes(module)) if way == STACKED else by_lane(cls)
+    yield module, stacked(cls) if way == STACKED else by_lane(cls)
     for part in module.modules():
         if part is not module and type(part) in SHARED:
             yield part, sharing(_class(part))

@@ -18,8 +18,10 @@ import mlx.nn as nn
 from mlx_lm.models import base
 
 from ds4cli.caches.arena import SeatedKVCache
+from ds4cli.hooks import cuda
 from ds4cli.hooks.rebind import calls, derived, names_used, rebound
 from ds4cli.lanes.call import (
+    Call,
     LaneCache,
     LaneError,
     LaneMask,
@@ -27,11 +29,14 @@ from ds4cli.lanes.call import (
     LaneRows,
     LaneValue,
     SeatedRows,
+    call_of,
 )
 
 NAME = "scaled_dot_product_attention"
-# Heads times rows that are turned as a batch: on CUDA a grid of these has at most 65,535.
-MOST_ENTRIES = 2**15
+# MLX's rotation on CUDA asks for a block of up to 128 threads along the batch where it turns fewer
+# pairs than MIN_PAIRS, and no block may have more than 64; below so many groups of HEAD_GROUP heads
+# it asks for 64.
+MIN_PAIRS, MOST_GROUPS, HEAD_GROUP = 16, 127, 4
 
 
 def is_plain(cls: type) -> bool:
@@ -41,7 +46,31 @@ def is_plain(cls: type) -> bool:
 
 @cache
 def joined(cls: type) -> type:
-    return rebound(cls, {NAME: _with_lanes})
+    """A subclass of such a module. Rows that are one a lane are a batch inside, so that nothing has
+    to be turned round for rotation, arena and attention."""
+    flat = rebound(cls, {NAME: _with_lanes})
+    inner = flat.__call__
+
+    def __call__(self, *args, **kwargs):
+        call = call_of((*args, *kwargs.values()))
+        if call is None or not call.is_batch:
+            return inner(self, *args, **kwargs)
+        own = [_as_batch(arg, call) for arg in args]
+        output = inner(self, *own, **{k: _as_batch(arg, call) for k, arg in kwargs.items()})
+        if isinstance(output, tuple):
+            return tuple(_as_rows(x, call) for x in output)
+        return _as_rows(output, call)
+
+    return derived(flat, __call__)
+
+
+def _as_batch(arg: Any, call: Call) -> Any:
+    return arg.reshape(call.rows, 1, *arg.shape[2:]) if call.has_all_rows(arg) else arg
+
+
+def _as_rows(x: Any, call: Call) -> Any:
+    is_batch = isinstance(x, mx.array) and x.ndim > 2 and x.shape[:2] == (call.rows, 1)
+    return x.reshape(1, call.rows, *x.shape[2:]) if is_batch else x
 
 
 def _with_lanes(attention: Callable) -> Callable:
@@ -63,17 +92,18 @@ def _with_lanes(attention: Callable) -> Callable:
         if not isinstance(cache, LaneCache) or isinstance(mask, mx.array):
             raise LaneError("attention over other keys, or another mask, than the cache's")
         attend = partial(attention, scale=scale, sinks=sinks)
-        outputs, first = [], 0
+        call, outputs, first = cache.call, [], 0
         if isinstance(keys, SeatedRows) and _sees_all_before(mask, keys):
             window = None if mask is None else mask.options.get("window_size")
-            args = queries[:, :, : keys.table.total], keys.arena, window
-            outputs, first = [keys.table.attend(attend, *args)], keys.seated
+            total, first = keys.table.total, keys.seated
+            own = queries if total == call.rows else call.part(queries, 0, total)
+            outputs = [keys.table.attend(attend, own, keys.arena, window)]
         if first < len(cache.lanes):
             outputs += [
-                attend(queries[:, :, a:b], k, v, own, mask=seen)
+                attend(call.part(queries, a, b), k, v, own, mask=seen)
                 for (a, b), k, v, own, seen in _by_lane(cache, keys, values, mask, first)
             ]
-        return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=2)
+        return call.joined_parts(outputs)
 
     return scaled_dot_product_attention
 
@@ -113,13 +143,26 @@ def at_positions(cls: type) -> type:
     def __call__(self, x, offset=0, *args, **kwargs):
         if not isinstance(offset, LaneOffset):
             return inner(self, x, offset, *args, **kwargs)
-        if x.ndim != 4 or x.shape[2] != offset.call.rows:
+        call = offset.call
+        if x.ndim != 4 or x.shape[0 if call.is_batch else 2] != call.rows:
             raise LaneError("a rotation of something else than rows")
-        if x.shape[1] * x.shape[2] > MOST_ENTRIES:
-            pairs = zip(offset.call.spans, offset.lanes, strict=True)
-            lanes = [inner(self, x[:, :, a:b], at, *args, **kwargs) for (a, b), at in pairs]
-            return mx.concatenate(lanes, axis=2)
-        # (1, heads, N, dim): every row becomes an entry of a batch, with a position of its own.
-        return inner(self, x.swapaxes(0, 2), offset.positions, *args, **kwargs).swapaxes(0, 2)
+        # Every row is an entry of a batch (N, heads, 1, dim), with a position of its own.
+        x = x if call.is_batch else x.swapaxes(0, 2)
+        size = _entries(self, x)
+        if size == call.rows:
+            x = inner(self, x, offset.positions, *args, **kwargs)
+        else:
+            parts = [slice(i, i + size) for i in range(0, call.rows, size)]
+            turned = [inner(self, x[p], offset.positions[p], *args, **kwargs) for p in parts]
+            x = mx.concatenate(turned)
+        return x if call.is_batch else x.swapaxes(0, 2)
 
     return derived(cls, __call__)
+
+
+def _entries(rotation: Any, x: mx.array) -> int:
+    """Rows of x (N, heads, 1, dim) that one rotation may turn."""
+    rows, heads, _, dim = x.shape
+    if not cuda.is_backend() or getattr(rotation, "dims", dim) // 2 >= MIN_PAIRS:
+        return rows
+    return max(1, min(rows, MOST_GROUPS // -(-heads // HEAD_GROUP)))

@@ -29,25 +29,25 @@ class LaneError(TypeError):
 class Call:
     """The rows of one call, and what its stand-ins share.
 
-    sizes: rows a lane. stacks: states of the call before. spans: (first, end) a lane, among the
-    rows of all. joined: what kind of cache took the rows of all lanes at once, by its place.
-    settled: arrays of which all lanes' at a place are views.
+    sizes: rows a lane. stacks: states of the call before. is_batch: whether each has one, so that
+    attention is given them as a batch. spans: (first, end) a lane, among the rows of all. joined:
+    what kind of cache took the rows of all lanes at once, by its place. settled: arrays of which
+    all lanes' at a place are views.
     """
 
     def __init__(self, sizes: Sequence[int], stacks: Stacks):
         self.sizes = tuple(sizes)
         self.stacks = stacks
         self.rows = sum(sizes)
+        self.is_batch = self.rows == len(sizes)
         self.spans = list(pairwise(accumulate(sizes, initial=0)))
         self.joined: dict[tuple[int, ...], type] = {}
         self.settled: dict[tuple[int, ...], list[mx.array]] = {}
         self._offsets: dict[tuple[int, ...], LaneOffset] = {}
-        self._tables: dict[tuple[int, ...], Table] = {}
 
     def close(self) -> None:
         """The model has run: no circle is left that would keep what the call made of the states."""
         self._offsets.clear()
-        self._tables.clear()
 
     @cached_property
     def by_size(self) -> dict[int, list[int]]:
@@ -63,20 +63,20 @@ class Call:
             return False
         return x.ndim > 2 or not mx.issubdtype(x.dtype, mx.floating)
 
+    def part(self, x: mx.array, first: int, end: int) -> mx.array:
+        """These rows of keys or the like: (1, heads, rows, dim), or (rows, heads, 1, dim) in a
+        batch."""
+        return x[first:end] if self.is_batch else x[:, :, first:end]
+
+    def joined_parts(self, parts: list[mx.array]) -> mx.array:
+        """The inverse of `part`."""
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, 0 if self.is_batch else 2)
+
     def offset(self, starts: tuple[int, ...]) -> LaneOffset:
         """One stand-in for all layers that stand at the same positions."""
         if starts not in self._offsets:
             self._offsets[starts] = LaneOffset(starts, self)
         return self._offsets[starts]
-
-    def table(self, seated: Sequence[SeatedKVCache]) -> Table:
-        """Where the rows of the first lanes, whose caches in one layer these are, stand."""
-        starts = tuple([cache.offset for cache in seated])
-        if starts not in self._tables:
-            seats = [cache.seat.row for cache in seated]
-            height = seated[0].arena.rows
-            self._tables[starts] = Table(self.sizes[: len(seated)], starts, seats, height)
-        return self._tables[starts]
 
 
 class LaneValue:
@@ -100,6 +100,18 @@ class LaneOffset(LaneValue):
         """The position of every row (N,)."""
         pairs = zip(self.lanes, self.call.sizes, strict=True)
         return mx.array([start + i for start, n in pairs for i in range(n)], mx.int32)
+
+    def table(self, seated: Sequence[SeatedKVCache]) -> Table:
+        """Where the rows of the first lanes, whose caches in one layer these are, stand."""
+        n, call = len(seated), self.call
+        if n not in self._tables:
+            seats, height = [cache.seat.row for cache in seated], seated[0].arena.rows
+            self._tables[n] = Table(call.sizes[:n], self.lanes[:n], seats, height, call.is_batch)
+        return self._tables[n]
+
+    @cached_property
+    def _tables(self) -> dict[int, Table]:
+        return {}
 
 
 class LaneRows(LaneValue):
@@ -168,6 +180,7 @@ class LaneCache:
         self.lanes = lanes
         self.call = call
         self.place = place
+        self._offset: LaneOffset | None = None  # until rows are added
 
     def __getitem__(self, index: int) -> LaneCache:
         if not isinstance(self.lanes[0], CacheList):
@@ -182,7 +195,9 @@ class LaneCache:
 
     @property
     def offset(self) -> LaneOffset:
-        return self.call.offset(tuple([cache.offset for cache in self.lanes]))
+        if self._offset is None:
+            self._offset = self.call.offset(tuple([cache.offset for cache in self.lanes]))
+        return self._offset
 
     def make_mask(self, N: int, *args: Any, **options: Any) -> LaneMask | None:
         if self.call.rows != N or args:
@@ -193,16 +208,22 @@ class LaneCache:
         return mask
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[LaneRows, LaneRows]:
-        """Rows (1, heads, N, dim) of all lanes, each to its own cache."""
-        call = self.call
+        """Rows of all lanes, see `Call.part`, each to its own cache."""
+        call, seated = self.call, _seated(self.lanes)
         call.joined[self.place] = type(self.lanes[-1])
-        seated = [cache for cache in self.lanes if isinstance(cache, SeatedKVCache)]
+        starts, self._offset = self.offset, None
         if seated:
-            table = call.table(seated)
-            table.write(seated, keys, values)
-        rest = list(zip(self.lanes, call.spans, strict=True))[len(seated) :]
-        found = [c.update_and_fetch(keys[:, :, a:b], values[:, :, a:b]) for c, (a, b) in rest]
-        sides = [k for k, _ in found], [v for _, v in found]
+            table = starts.table(seated)
+            own = keys, values
+            if table.total < call.rows:
+                own = call.part(keys, 0, table.total), call.part(values, 0, table.total)
+            table.write(seated, *own)
+        sides: tuple[list[mx.array], list[mx.array]] = [], []
+        for i in range(len(seated), len(self.lanes)):
+            first, end = call.spans[i]
+            rows = call.part(keys, first, end), call.part(values, first, end)
+            for side, found in zip(sides, self.lanes[i].update_and_fetch(*rows), strict=True):
+                side.append(found)
         if not seated:
             return LaneRows(sides[0], call), LaneRows(sides[1], call)
         both = [SeatedRows(i, seated, side, call, table) for i, side in enumerate(sides)]
@@ -222,6 +243,14 @@ class LaneCache:
         return LaneRows([k for k, _ in found], self.call), LaneRows(
             [v for _, v in found], self.call
         )
+
+
+def _seated(lanes: Sequence[Any]) -> Sequence[SeatedKVCache]:
+    """The caches in an arena: they come first."""
+    n = len(lanes)
+    while n and not isinstance(lanes[n - 1], SeatedKVCache):
+        n -= 1
+    return lanes if n == len(lanes) else lanes[:n]
 
 
 def call_of(args: Iterable[Any]) -> Call | None:

@@ -12,22 +12,17 @@ from operator import itemgetter
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
-from ds4cli.hooks import cuda
 from ds4cli.hooks.rebind import derived
-from ds4cli.lanes.call import Call, LaneCache, LaneError, LaneValue
+from ds4cli.lanes.call import LaneCache, LaneError, LaneValue
 from ds4cli.lanes.mixers import by_lane, here
 from ds4cli.tape import frames
 
-# The most that one dimension of a grid has on CUDA.
-GRID = 65535
-
 
 @cache
-def stacked(cls: type, most: int | None = None) -> type:
-    """A subclass of a recurrent module, for calls on stand-ins. most: lanes of one batch."""
+def stacked(cls: type) -> type:
+    """A subclass of a recurrent module, for calls on stand-ins."""
     alone, one_by_one = cls.__call__, by_lane(cls).__call__
 
     def __call__(self, *args, **kwargs):
@@ -36,7 +31,7 @@ def stacked(cls: type, most: int | None = None) -> type:
             return one_by_one(self, *args, **kwargs)
         call, settled = states.call, []
         outputs: list[Any] = [None] * len(states.lanes)
-        for lanes in _groups(call, most):
+        for lanes in call.by_size.values():
             group = Group(states, lanes)
             own = [group.pick(arg) for arg in args]
             named = {name: group.pick(arg) for name, arg in kwargs.items()}
@@ -59,28 +54,6 @@ def _recurrent(args: Sequence[Any]) -> LaneCache | None:
         return None
     missing = [True for cache in found[0].lanes for slot in cache.cache if slot is None]
     return None if missing else found[0]
-
-
-def most_lanes(module: nn.Module) -> int | None:
-    """How many lanes one call of the module may have; None: any number.
-
-    On CUDA, MLX's convolutions of one channel each run in a grid of lanes times channels.
-    """
-    if not cuda.is_on():
-        return None
-    parts: list[tuple[nn.Module, type]] = [(part, type(part)) for part in module.modules()]
-    channels = [part.weight.shape[0] for part, own in parts if issubclass(own, nn.Conv1d)]
-    return max(1, GRID // max(channels)) if channels else None
-
-
-def _groups(call: Call, most: int | None) -> list[list[int]]:
-    """The lanes in batches of equally many rows, at most `most` in one, evenly."""
-    groups = []
-    for lanes in call.by_size.values():
-        parts = 1 if most is None else -(-len(lanes) // most)
-        size = -(-len(lanes) // parts)
-        groups += [lanes[i : i + size] for i in range(0, len(lanes), size)]
-    return groups
 
 
 class Group:

@@ -20,12 +20,19 @@ class Table:
     """The rows of the lanes that sit in an arena, in the order of their seats.
 
     sizes, starts: each lane's rows in the call, and the position of the first. seats: its row of
-    the arena, of `height` rows in all. longest: most rows of a lane. total: rows of all.
+    the arena, of `height` rows in all. is_batch: whether rows come as (N, heads, 1, dim), one a
+    lane, not as (1, heads, N, dim). longest: most rows of a lane. total: rows of all.
     """
 
     def __init__(
-        self, sizes: Sequence[int], starts: Sequence[int], seats: Sequence[int], height: int
+        self,
+        sizes: Sequence[int],
+        starts: Sequence[int],
+        seats: Sequence[int],
+        height: int,
+        is_batch: bool,
     ):
+        self._is_batch = is_batch
         self._sizes, self._starts, self._seats, self._height = sizes, starts, seats, height
         self.longest = max(sizes)
         self._is_full = height * self.longest == sum(sizes)
@@ -34,15 +41,14 @@ class Table:
         self._masks: dict[tuple[int, int | None], mx.array] = {}
 
     def write(self, caches: Sequence[SeatedKVCache], keys: mx.array, values: mx.array) -> None:
-        """Rows of all lanes (1, heads, N, dim): those of the table's to their places."""
+        """Rows of the table's lanes, to their places."""
         arena = caches[0].arena
         arena.reserve(self._end)
-        if keys.shape[2] > self.total:
-            keys, values = keys[:, :, : self.total], values[:, :, : self.total]
         if self._is_full:
             arena.write_all(self._all_columns, self.spread(keys), self.spread(values))
         else:
-            arena.write(self._rows, self._columns, keys, values)
+            keys, values = (x.swapaxes(0, 2) if not self._is_batch else x for x in (keys, values))
+            arena.write(self._rows, self._columns, keys[:, :, 0], values[:, :, 0])
         for cache, n in zip(caches, self._sizes, strict=True):
             cache.offset += n
 
@@ -80,7 +86,9 @@ class Table:
         return mx.array(sources)
 
     def spread(self, x: mx.array) -> mx.array:
-        """(1, heads, N, dim) to (height, heads, longest, dim); gaps have rows of anybody."""
+        """Rows to (height, heads, longest, dim); gaps have rows of anybody."""
+        if self._is_batch:
+            return x if self._is_full else x[self._sources]
         if not self._is_full:
             x = x[:, :, self._sources]
         if self.longest == 1:
@@ -90,6 +98,8 @@ class Table:
 
     def gathered(self, x: mx.array) -> mx.array:
         """The inverse of `spread`."""
+        if self._is_batch:
+            return x if self._is_full else x[self._places]
         if self.longest == 1:
             x = x.swapaxes(0, 2)
         else:
@@ -112,7 +122,7 @@ class Table:
     def attend(
         self, attention: Callable, queries: mx.array, arena: Arena, window: int | None
     ) -> mx.array:
-        """One attention over all rows of the arena, for queries (1, heads, N, dim).
+        """One attention over all rows of the arena, for the queries of the table's lanes.
 
         attention: of queries, keys, values and a mask. window: see `mask`.
         """
