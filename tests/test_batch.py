@@ -565,6 +565,26 @@ def test_as_many_at_a_time_as_pay():
     assert widths(5, lambda n: 100) == widths(5, lambda n: n) == [5]
 
 
+def test_one_line_is_tried_where_guesses_are_made_for_one_only():
+    """A draft model that wrote one line faster than four lines go without it was never asked."""
+
+    def found(rates):
+        width, tried = Width(None), []
+        width.begin_alone()
+        for i in range(200):
+            tried.append(width.now)
+            # guesses come in blocks: a round makes one token, or four
+            tokens = width.now if width.now > 1 else (1, 4)[i % 2]
+            width.observe(width.now, tokens, tokens / rates[width.now] + (i % 9 == 4))
+        return [n for i, n in enumerate(tried) if i == 0 or n != tried[i - 1]]
+
+    assert found({1: 100.0, 4: 60.0}) == [1, 4, 1]
+    assert found({1: 100.0, 4: 200.0, 8: 201.0}) == [1, 4, 8, 4]
+    given = Width(8)
+    given.begin_alone()
+    assert given.now == 8
+
+
 def test_only_full_rounds_judge_a_width():
     """The last lines of a batch, few at a time, made the width of the next ones small."""
     width = Width(None)

@@ -26,6 +26,7 @@ from ds4cli.batch.desk import Desk
 from ds4cli.batch.requests import derived_seed
 from ds4cli.caches.arena import Seating
 from ds4cli.cli import app
+from ds4cli.drafters.drafter import Drafter
 from ds4cli.engine.engine import Engine
 from ds4cli.engine.group import Group
 from ds4cli.lanes import Lanes
@@ -294,6 +295,27 @@ def test_why_lines_are_answered_one_at_a_time_is_said(shared, folders, tmp_path,
     assert "3/3 done, 4 at a time, " in said and "ties" not in said
     monkeypatch.setattr(Shared, "is_float32", False)
     assert told(monkeypatch, folder, {"parallel": 4}).count("ties may fall otherwise") == 1
+
+
+def test_what_guesses_for_one_line_only_is_said_and_tried(shared, folders, monkeypatch):
+    """A draft model rested as soon as two lines were written, without a word."""
+
+    class Slow(Drafter):
+        name, is_free = "slow", False
+
+    widths, round_ = [], Desk.round
+    monkeypatch.setattr(
+        Desk, "round", lambda desk: (widths.append(len(desk.writing)), round_(desk))[1]
+    )
+    monkeypatch.setattr("ds4cli.engine.engine.make", lambda *_, **__: Slow())
+    words = "guesses of `slow` rest"
+    assert words in told(monkeypatch, folders["llama"], {"max_tokens": 8})
+    assert widths[0] == 1 and max(widths) > 1
+    widths.clear()
+    assert words in told(monkeypatch, folders["llama"], {"parallel": 3})
+    assert widths[0] == 3
+    for more in ({"speculate": "always"}, {"num_draft_tokens": 2}, {"parallel": 1}):
+        assert words not in told(monkeypatch, folders["llama"], more)
 
 
 def test_a_failure_ends_what_is_begun_before_it_stops_a_fail_fast_run(shared, folders):

@@ -382,6 +382,13 @@ class Session:
         """Whether there is anyone to ask for guesses."""
         return self.drafter.name != "none"
 
+    @property
+    def drafts_alone(self) -> list[str]:
+        """Whose guesses take time, and are asked for only while no other text is written: among
+        others they would be made one text after the other, while all wait."""
+        decides = self.policy.chooses and self.policy.runs_ahead
+        return [part.name for part in self.drafter.parts if decides and not part.is_free]
+
     def propose(self, first: int, max_tokens: int | None) -> list[int]:
         """Guesses for what follows `first`, the token that is fed next: what an open call leaves no
         choice about, or the drafter's, if these say no other and more, and what must follow."""
