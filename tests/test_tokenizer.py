@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import random
 
 import pytest
@@ -283,6 +284,35 @@ def test_broken_characters_are_one_sign_each():
         ids = random_ids(rng)
         assert words.decode(ids) == spelled(ids), ids
         assert streamed(words, ids) == spelled(ids), ids
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """A tokenizer that adds something of its own, as some that models bring do."""
+
+    def _decode(self, *args, **kwargs):
+        return super()._decode(*args, **kwargs).upper()
+
+
+@pytest.mark.parametrize("kind", [PreTrainedTokenizerFast, Shouting])
+def test_ids_become_the_text_that_transformers_makes(kind):
+    """What a tokenizer adds to its library is lost where the library is asked itself."""
+    fast = kind(tokenizer_object=byte_tokenizer(), eos_token=END, bos_token=BOS)
+    words, rng = Vocabulary(TokenizerWrapper(fast)), random.Random(3)
+    for _ in range(50):
+        ids = [rng.randrange(len(fast)) for _ in range(rng.randrange(12))]
+        expected = fast.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert words.decode(ids) == expected
+
+
+def test_a_token_costs_few_calls_to_decode():
+    """Each took a hundred around the one that makes text of it: a good part of what a lane costs
+    the host."""
+    words, profile = vocabulary(), cProfile.Profile()
+    words.decode([65])
+    profile.enable()
+    words.decode([65] * 12)
+    profile.disable()
+    assert sum(entry.callcount for entry in profile.getstats()) < 10
 
 
 def test_whole_text_streams_as_mlx_lm_streams_it():

@@ -139,8 +139,8 @@ class Desk:
         if resting:
             self._width.begin_alone()
             warn(
-                f"several at a time: guesses of `{', '.join(resting)}` rest, but where one line at a "
-                "time is faster; `--speculate always` makes them for every line"
+                f"several at a time: guesses of `{', '.join(resting)}` rest, but where one line at "
+                "a time is faster; `--speculate always` makes them for every line"
             )
         if not self._engine.is_float32:
             warn("several at a time: these weights are not float32, so ties may fall otherwise")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -19,6 +19,12 @@ from ds4cli.text.reasoning import Markers, find_markers, template_text
 
 # More than tokens stand for in any text but one of endless spaces.
 CHARS_PER_TOKEN = 32
+# Where `decode` and `_decode` are written that add nothing to what the tokenizer's library makes of
+# ids: transformers 5, and 4.
+DIRECT = (
+    ("transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"),
+    ("transformers.tokenization_utils_base", "transformers.tokenization_utils_fast"),
+)
 
 
 class Vocabulary:
@@ -99,9 +105,16 @@ class Vocabulary:
         return self._decode_runs(tokens) if REPLACEMENT in text and self._bytes else text
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(
-            list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        return self._decoder([*tokens], skip_special_tokens=False)
+
+    @cached_property
+    def _decoder(self) -> Callable[..., str]:
+        """What makes text of ids: the tokenizer's own library, without the hundred calls around it
+        in transformers, where a tokenizer adds nothing else there."""
+        plain = mlx_lm.inner_tokenizer(self.tokenizer)
+        if tuple(_module_of(type(plain), name) for name in ("decode", "_decode")) in DIRECT:
+            return plain.backend_tokenizer.decode
+        return partial(self.tokenizer.decode, clean_up_tokenization_spaces=False)
 
     @cached_property
     def _bytes(self) -> dict[int, int]:
@@ -204,6 +217,11 @@ class Vocabulary:
                 f"`{self.context_tokens}`",
                 "shorten it, or use a model with a longer context",
             )
+
+
+def _module_of(cls: type, name: str) -> str:
+    """Where a method of a class is written."""
+    return next((base.__module__ for base in cls.__mro__ if name in vars(base)), "")
 
 
 def _render_plain(messages: list[Message], add_generation_prompt: bool) -> str:
