@@ -14,7 +14,7 @@ from mlx_lm.models.ssm import compute_dt, ssm_attn, ssm_update
 
 from ds4cli.bench.reference import stock
 from ds4cli.hooks import cuda, delta
-from ds4cli.hooks.cuda import attention, kernels, recurrences, rows
+from ds4cli.hooks.cuda import attention, kernels, recurrences, rows, seats
 from ds4cli.tape import Recorder, arrays_caches, self_check
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -422,3 +422,36 @@ def test_models_and_replays_hold_on_a_card(name):
         assert error(got, want) < 1e-4
     recorder = Recorder.arm(model)
     assert self_check(model, recorder, lambda: make_prompt_cache(model)).accepts
+
+
+# --- lanes in an arena --------------------------------------------------------------------------
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["", "bf16"])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("heads, groups, dim", [(4, 4, 64), (8, 2, 128), (4, 1, 256)])
+def test_lanes_read_their_own_seats(heads, groups, dim, window, dtype):
+    """Guards: a seat, a head or the last key taken wrongly; what others left behind is not read."""
+    draw = iter(mx.random.split(mx.random.key(0), 3))
+    q = mx.random.normal((3, heads, 1, dim), key=next(draw)).astype(dtype)
+    k, v = (mx.random.normal((5, groups, 300, dim), key=next(draw)).astype(dtype) for _ in "kv")
+    rows_, columns = mx.array([4, 0, 2]), mx.array([0, 299, 70])
+    at, column = columns.reshape(-1, 1, 1, 1), mx.arange(300)
+    seen = column <= at if window is None else (column <= at) & (column > at - window)
+    kf, vf = (x[rows_].astype(mx.float32) for x in (k, v))
+    expected = mx.fast.scaled_dot_product_attention(
+        q.astype(mx.float32), kf, vf, scale=0.1, mask=seen
+    )
+    k[1], v[3], k[4, :, 1:] = mx.nan, mx.nan, mx.nan
+    assert seats.fits(q, k, v)
+    found = seats.attention(q, k, v, rows_, columns, 0.1, window)
+    assert error(found.astype(mx.float32), expected) < (1e-2 if dtype == mx.bfloat16 else 2e-6)
+
+
+def test_other_heads_than_the_kernel_knows_are_left_to_mlx(on):
+    """Guards: a head whose parts cannot be loaded at once, keys and values of two kinds."""
+    x = mx.zeros((2, 4, 1, 128))
+    assert seats.fits(x, x, x)
+    assert not seats.fits(x[..., :80], x[..., :80], x[..., :80])
+    assert not seats.fits(x, x, x[..., :64]) and not seats.fits(x, x, x.astype(mx.float16))

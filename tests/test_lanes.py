@@ -14,6 +14,7 @@ from tiny import CFG, build
 
 from ds4cli.caches import adapt, arena, build_caches
 from ds4cli.errors import ModelError
+from ds4cli.hooks.cuda import seats as attention_kernel
 from ds4cli.lanes import Lanes, attention
 from ds4cli.lanes import arm as arm_module
 from ds4cli.rewind import together
@@ -175,6 +176,29 @@ def test_few_pairs_are_turned_in_small_batches_on_cuda(arm, monkeypatch, pairs):
         )
         mx.eval(rows)
     assert max(sizes) == (2 if pairs == 1 else 9)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gpt_oss"])
+def test_an_arena_is_read_by_places(arm, name, monkeypatch):
+    """Guards: a kernel told of another lane's seat, position or window. Here plain operations stand
+    in for it; a card tests the kernel itself. Sinks are left to mlx-lm's form."""
+    lanes, calls = arm(name), []
+
+    def attention(queries, keys, values, rows, columns, scale, window):
+        calls.append(len(queries))
+        at, column = columns.reshape(-1, 1, 1, 1), mx.arange(keys.shape[2])
+        seen = column <= at if window is None else (column <= at) & (column > at - window)
+        return mx.fast.scaled_dot_product_attention(
+            queries, keys[rows], values[rows], scale=scale, mask=seen
+        )
+
+    monkeypatch.setattr(attention_kernel, "fits", lambda *arrays: True)
+    monkeypatch.setattr(attention_kernel, "attention", attention)
+    both = Together(name, lanes)
+    for blocks in (STEPS[0], STEPS[1], STEPS[0], STEPS[0]):
+        both.step(blocks)
+    both.step(STEPS[0][:2], which=(0, 2))
+    assert (3 in calls and 2 in calls) is (name != "gpt_oss")
 
 
 def noting(sizes):

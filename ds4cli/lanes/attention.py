@@ -19,6 +19,7 @@ from mlx_lm.models import base
 
 from ds4cli.caches.arena import SeatedKVCache
 from ds4cli.hooks import cuda
+from ds4cli.hooks.cuda import seats
 from ds4cli.hooks.rebind import calls, derived, names_used, rebound
 from ds4cli.lanes.call import (
     Call,
@@ -97,7 +98,7 @@ def _with_lanes(attention: Callable) -> Callable:
             window = None if mask is None else mask.options.get("window_size")
             total, first = keys.table.total, keys.seated
             own = queries if total == call.rows else call.part(queries, 0, total)
-            outputs = [keys.table.attend(attend, own, keys.arena, window)]
+            outputs = [_over_arena(attend, own, keys, window)]
         if first < len(cache.lanes):
             outputs += [
                 attend(call.part(queries, a, b), k, v, own, mask=seen)
@@ -106,6 +107,19 @@ def _with_lanes(attention: Callable) -> Callable:
         return call.joined_parts(outputs)
 
     return scaled_dot_product_attention
+
+
+def _over_arena(
+    attend: partial, queries: mx.array, keys: SeatedRows, window: int | None
+) -> mx.array:
+    """Attention for the queries of the lanes that sit in an arena. attend: see `Table.attend`."""
+    table, arena, options = keys.table, keys.arena, attend.keywords
+    is_plain = table.is_batch and options["sinks"] is None
+    if is_plain and seats.fits(queries, arena.keys, arena.values):
+        places = table.rows, table.columns
+        scale = options["scale"]
+        return seats.attention(queries, arena.keys, arena.values, *places, scale, window)
+    return table.attend(attend, queries, arena, window)
 
 
 def _sees_all_before(mask: Any, keys: SeatedRows) -> bool:

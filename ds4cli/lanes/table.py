@@ -32,7 +32,7 @@ class Table:
         height: int,
         is_batch: bool,
     ):
-        self._is_batch = is_batch
+        self.is_batch = is_batch
         self._sizes, self._starts, self._seats, self._height = sizes, starts, seats, height
         self.longest = max(sizes)
         self._is_full = height * self.longest == sum(sizes)
@@ -47,25 +47,27 @@ class Table:
         if self._is_full:
             arena.write_all(self._all_columns, self.spread(keys), self.spread(values))
         else:
-            keys, values = (x.swapaxes(0, 2) if not self._is_batch else x for x in (keys, values))
-            arena.write(self._rows, self._columns, keys[:, :, 0], values[:, :, 0])
+            keys, values = (x.swapaxes(0, 2) if not self.is_batch else x for x in (keys, values))
+            arena.write(self.rows, self.columns, keys[:, :, 0], values[:, :, 0])
         for cache, n in zip(caches, self._sizes, strict=True):
             cache.offset += n
 
     @cached_property
-    def _rows(self) -> mx.array:
+    def rows(self) -> mx.array:
+        """Where each row's lane sits, (N,)."""
         pairs = zip(self._seats, self._sizes, strict=True)
         return mx.array([seat for seat, n in pairs for _ in range(n)], mx.int32)
 
     @cached_property
-    def _columns(self) -> mx.array:
+    def columns(self) -> mx.array:
+        """The position of each row (N,)."""
         pairs = zip(self._starts, self._sizes, strict=True)
         return mx.array([start + i for start, n in pairs for i in range(n)], mx.int32)
 
     @cached_property
     def _all_columns(self) -> mx.array:
         """(height, 1, longest, 1)."""
-        return self._columns.reshape(self._height, 1, self.longest, 1)
+        return self.columns.reshape(self._height, 1, self.longest, 1)
 
     @property
     def _flat(self) -> list[int]:
@@ -87,7 +89,7 @@ class Table:
 
     def spread(self, x: mx.array) -> mx.array:
         """Rows to (height, heads, longest, dim); gaps have rows of anybody."""
-        if self._is_batch:
+        if self.is_batch:
             return x if self._is_full else x[self._sources]
         if not self._is_full:
             x = x[:, :, self._sources]
@@ -98,7 +100,7 @@ class Table:
 
     def gathered(self, x: mx.array) -> mx.array:
         """The inverse of `spread`."""
-        if self._is_batch:
+        if self.is_batch:
             return x if self._is_full else x[self._places]
         if self.longest == 1:
             x = x.swapaxes(0, 2)
