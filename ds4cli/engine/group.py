@@ -199,9 +199,7 @@ class Lane:
     def _may_run_ahead(self) -> bool:
         """Whether the oldest open block may be built on before its pick is known."""
         left = self._left
-        is_last = left is not None and left <= 1
-        alone = is_last or self.timeline.leaves_checkpoint(1)
-        return self.session.runs_ahead and not alone
+        return self.session.runs_ahead and (left is None or left > 1)
 
     def fail(self, error: Exception) -> None:
         """`error` is what the lane's next event will raise."""

@@ -595,7 +595,7 @@ class Session:
             pick, row = self._run_ahead(mx.array([token], mx.int32))
             while timeline.open_blocks:
                 last = end is not None and timeline.pos + 1 >= end
-                alone = wants or last or timeline.leaves_checkpoint(1)
+                alone = wants or last
                 following = None if alone else self._run_ahead(pick)
                 value = integer(pick)
                 refuse_nan(row, [value])

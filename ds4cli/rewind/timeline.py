@@ -430,9 +430,10 @@ class Timeline:
         segment = Segment(block.start, end, block.tape, (block.logits,), start)
         if rows < len(block.feed):
             segment = segment.head(rows)
+        low = now.horizon.low
         now.horizon.append(segment, before.logits)
-        if not now.open and self._is_due(now):
-            self._keep_checkpoint(now, now.layers.checkpoint(now.pos, "block", now.logits))
+        if now.horizon.low != low and not now.layers.can_cut:
+            self._keep_edge(now)
 
     def record_bytes(self, limits: Limits) -> int:
         """About what going back within `limits` keeps of a text that grows token by token. Known
@@ -484,18 +485,18 @@ class Timeline:
             "checkpoints": self.checkpoints.nbytes,
         }
 
-    def leaves_checkpoint(self, rows: int) -> bool:
-        """Whether committing `rows` more rows leaves a checkpoint: it needs the layers to stand
-        there, so no further block may be open."""
-        return self.recording and self._is_due(self._now, rows)
-
-    def _is_due(self, now: Moment, rows: int = 0) -> bool:
-        """Whether a checkpoint is due `rows` beyond `now`."""
-        if now.layers.can_cut:
-            return False
-        kept = now.checkpoints.kept
-        newest = kept[-1].pos if kept else 0
-        return now.pos + rows - newest >= max(64, self.limits.horizon_tokens // 4)
+    def _keep_edge(self, now: Moment) -> None:
+        """Keep, now and then, what the horizon leaves behind: all that lies in it is free anyway.
+        Blocks may be open meanwhile."""
+        layers = now.layers
+        edge = max(now.horizon.low or 0, layers.low())
+        newest = max((f.pos for f in now.checkpoints.kept if f.pos <= edge), default=0)
+        if edge - newest < max(64, self.limits.horizon_tokens // 4):
+            return
+        hold = layers.hold()
+        layers.stand(edge, self._replayed(edge, now.horizon))
+        self._keep_checkpoint(now, layers.checkpoint(edge, "block", now.horizon.row(edge)))
+        layers.restore(hold)
 
     # -- back -------------------------------------------------------------------------------------
 
@@ -603,7 +604,7 @@ class Timeline:
             assert step.checkpoint is not None, "a plan over a checkpoint names it"
             now.layers.restore_checkpoint(step.checkpoint)
         elif pos != now.pos:
-            now.layers.stand(pos, self._replayed(pos))
+            now.layers.stand(pos, self._replayed(pos, now.horizon))
         logits = now.horizon.row(pos)
         if step.checkpoint is not None and step.checkpoint.logits is not None:
             logits = step.checkpoint.logits
@@ -611,11 +612,11 @@ class Timeline:
             logits = now.logits
         self._now = now._replace(pos=pos, logits=logits)
 
-    def _replayed(self, pos: int) -> Slots:
+    def _replayed(self, pos: int, horizon: Horizon) -> Slots:
         """The recurrent layers' slots at `pos`, from the horizon."""
         if not self._now.layers.recurrent:
             return []
-        base, tape, rows = self._now.horizon.path(pos)
+        base, tape, rows = horizon.path(pos)
         assert base is not None, "the plan stays within the horizon"
         slots = tape.replay(base, rows) if rows and tape is not None else base
         mx.eval(slots)
