@@ -2,7 +2,8 @@
 
 `python tests/rank_run.py RANKS FOLDER WHAT...` starts the other ranks, and prints one JSON line per
 WHAT: a model of `MODELS`, how it is shared, and perhaps one of `MORE`, with `+` between; or a
-command, as a JSON list of its words, the first of them what it reads.
+command, as a JSON list of its words, the first of them what it reads; or `messages`: what is told
+for a step.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from typer.testing import CliRunner
 from ds4cli import Engine
 from ds4cli.drafters import block_config, dspark, mtp
 from ds4cli.drafters.target import Target
-from ds4cli.ranks import meeting
+from ds4cli.ranks import meeting, wire
 from ds4cli.settings import Settings
 from ds4cli.structured.asked import from_settings
 from ds4cli.structured.guards import make_guard
@@ -221,6 +223,34 @@ def walked(case: str, seed: int, folder: Path, group) -> dict:
     return compare(whole, shared, seed, folder)
 
 
+def metered(folder: Path, group) -> dict:
+    """What rank 0 tells the others for a step, plain and with three guesses: messages, bytes, and
+    seconds of its processor time."""
+    engine = load(folder / "llama", group, tensor_parallel=True, speculate="never")
+    session, flush, found = engine.session(), group.flush, {}
+    session.sync([*range(20, 40)])
+    list(session.stream(max_tokens=8))
+    for kind in ("plain", "drafted"):
+        counts = [0, 0, 0.0]
+
+        def count(counts=counts) -> None:
+            counts[0] += bool(group._due)
+            counts[1] += len(wire.lines(group._due))
+            begin = time.thread_time()
+            flush()
+            counts[2] += time.thread_time() - begin
+
+        group.flush = count
+        if kind == "plain":
+            list(session.stream(max_tokens=STEPS))
+        else:
+            for _ in range(STEPS):
+                session.step(drafts=[1, 2, 3])
+        found[kind] = [n / STEPS for n in counts]
+    group.flush = flush
+    return found
+
+
 def main(ranks: int, folder: Path, cases: list[str]) -> None:
     """All cases with one set of followers."""
     group = meeting.meet(Settings(local_ranks=ranks))
@@ -232,6 +262,8 @@ def main(ranks: int, folder: Path, cases: list[str]) -> None:
             said, *words = json.loads(case)
             run = CliRunner().invoke(app, words, input=said)
             found = {"code": run.exit_code, "said": run.stdout, "errors": run.stderr}
+        elif case == "messages":
+            found = metered(folder, group)
         else:
             found = walked(case, seed, folder, group)
         print(json.dumps({"case": case, **found}), flush=True)

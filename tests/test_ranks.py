@@ -16,16 +16,18 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from ds4cli import signals
+from ds4cli import Engine, signals
 from ds4cli.cli import app
 from ds4cli.errors import RankError, UsageError
+from ds4cli.ranks import follower, launch, wire
 from ds4cli.ranks import group as groups
-from ds4cli.ranks import launch, wire
-from ds4cli.ranks.group import BEAT, Leading
+from ds4cli.ranks.group import BEAT, END, Leading
+from ds4cli.ranks.timelines import part_of
 
 COMMAND = [sys.executable, "-m", "ds4cli"]
 LAUNCH = str(Path(sys.executable).with_name("mlx.launch"))
@@ -98,8 +100,11 @@ def test_ranks_say_what_one_process_says(model_folder, tmp_path):
     batch = ["", "generate", *model, "--batch", str(tmp_path / "in"), "-o"]
     two = ["--local-ranks", "2"]
     commands = [[*chat, *two], [*batch, str(tmp_path / "shared"), "--data-parallel", *two]]
-    *walks, talk, answers = with_ranks(2, tmp_path, [*CASES, *map(json.dumps, commands)])
+    cases = [*CASES, "messages", *map(json.dumps, commands)]
+    *walks, told, talk, answers = with_ranks(2, tmp_path, cases)
     check_walks(walks)
+    for kind, most in (("plain", 64), ("drafted", 128)):  # a message a step, of so many bytes
+        assert told[kind][0] <= 1.3 and told[kind][1] <= most, told
     assert list(tmp_path.glob("state*.rank1"))  # each rank has its part
     assert talk["said"] and talk["said"] == alone(*chat).stdout, talk
     assert answers["code"] == alone(*batch, str(tmp_path / "alone")).exit_code == 1  # the bad line
@@ -348,6 +353,32 @@ def test_a_silent_rank_is_lost(monkeypatch, clock, request):
     while not said and group.watch.is_alive():
         time.sleep(0.001)
     assert said == ["rank 1 (127.0.0.1): it has said nothing for 15 s"]
+
+
+class Script:
+    """A following rank's group that is told what a test says."""
+
+    rank = 1
+
+    def __init__(self, *moves):
+        self.moves = [*moves, [END]]
+
+    def next(self):
+        return self.moves.pop(0)
+
+
+def test_a_part_is_renamed_with_its_session(tmp_path):
+    """Guards: a chat that got a name, and whose kept state other ranks do not find any more."""
+    told = []
+    owner = SimpleNamespace(_group=SimpleNamespace(rename=lambda *names: told.append(names)))
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("0")
+    part_of(str(old), 1).write_text("1")
+    Engine.rename_session(owner, old, new)
+    follower.follow(Script(*[["rename", *names] for names in told]), {})
+    assert new.read_text() == "0" and part_of(str(new), 1).read_text() == "1"
+    follower.follow(Script(["rename", str(old), str(new)]), {})  # it kept none
+    assert sorted(path.name for path in tmp_path.glob("[on]*")) == ["new", "new.rank1"]
 
 
 FACTS = {"model": "abc", "versions": ["ds4cli 1", "mlx 2"]}

@@ -505,8 +505,10 @@ def save(chat: Chat, argument: str) -> None:
         chat.keep_as(argument, is_named=True)
         if old_path is not None and not was_named:  # it had no name of its own: a renaming
             old_path.unlink(missing_ok=True)
-            if shelf.cache_of(old_path).exists():
-                shelf.cache_of(old_path).replace(shelf.cache_of(shelf.path_of(argument)))
+            kept = shelf.cache_of(old_path)
+            if kept.exists():
+                renamed = shelf.cache_of(shelf.path_of(argument))
+                chat.conversation.engine.rename_session(kept, renamed)
     if chat.name is None:
         raise UsageError("this chat is not kept", "give it a name: /save NAME")
     path = shelf.path_of(chat.name)

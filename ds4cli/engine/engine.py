@@ -390,6 +390,12 @@ class Engine(Vocabulary):
         """Write `timeline` to `path`, whole or not at all."""
         timeline.write(path, self.fingerprint)
 
+    def rename_session(self, path: Path, new: Path) -> None:
+        """Give a saved session another name, with what other ranks keep of it."""
+        path.replace(new)
+        if self._group is not None:
+            self._group.rename(str(path.absolute()), str(new.absolute()))
+
     @property
     def _limits(self) -> Limits:
         settings = self.settings

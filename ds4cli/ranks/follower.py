@@ -14,6 +14,7 @@ from ds4cli.engine.engine import Engine
 from ds4cli.errors import DS4Error, RankError, UsageError
 from ds4cli.ranks import joining
 from ds4cli.ranks.group import END, LAST_WORDS_S, Following
+from ds4cli.ranks.timelines import part_of
 from ds4cli.rewind.timeline import Limits, Timeline
 
 # Moves that rank 0 waits for the outcome of.
@@ -58,6 +59,11 @@ def follow(group: Following, works: Works) -> None:
         if name == END:
             mx.synchronize()
             return
+        if name == "rename":
+            old, new = (part_of(path, group.rank) for path in rest)
+            if old.exists():
+                old.replace(new)
+            continue
         if name in works:
             works[name](group, *rest)
             return

@@ -66,6 +66,10 @@ class Group:
         """RankError on rank 0 unless all say the same `facts`, JSON, of what they have loaded."""
         raise NotImplementedError
 
+    def rename(self, path: str, new: str) -> None:
+        """Give the others' parts of what rank 0 keeps at `path` another name."""
+        raise NotImplementedError
+
 
 class Leading(Group):
     """Rank 0's side. after: sees to a rank that has gone or is silent; what its launcher knows, in
@@ -146,6 +150,12 @@ class Leading(Group):
                         f"`{theirs.get(name)}`, `{own}`",
                         "all ranks need the same model, settings and versions",
                     )
+
+    def rename(self, path: str, new: str) -> None:
+        """See `Group.rename`."""
+        with self.together():
+            self.tell("rename", path, new)
+            self.flush()
 
     def _watch(self) -> None:
         """Wait for a rank that says its last words, goes without, or is silent; at the end, for all
