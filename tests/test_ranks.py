@@ -428,6 +428,36 @@ def test_host_files_are_read_as_mlx_reads_them(tmp_path):
         launch.listed(str(path))
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"hosts": 3},
+        [{"ssh": "a", "ips": "10.0.0.1"}] * 2,
+        [{"ssh": 7, "ips": ["10.0.0.1"]}] * 2,
+        [{"ssh": "a", "ips": [1]}] * 2,
+        {"hosts": [{"ssh": "a", "ips": ["10.0.0.1"]}] * 2, "envs": ["A B=1"]},
+        {"hosts": [{"ssh": "a", "ips": ["10.0.0.1"]}] * 2, "envs": ["A"]},
+    ],
+)
+def test_a_host_file_that_makes_no_sense(tmp_path, wrong):
+    """Guards: a traceback, or addresses made of single letters."""
+    (tmp_path / "hosts").write_text(json.dumps(wrong))
+    with pytest.raises(UsageError, match="cannot read the host file"):
+        launch.listed(str(tmp_path / "hosts"))
+
+
+def test_ssh_that_fails_says_why(tmp_path, monkeypatch):
+    """Guards: `exit code 255`, and nothing else, for a host that is switched off."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text("#!/bin/sh\necho 'ssh: mac2 is not known' >&2\nexit 255\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    rank = launch.Follower(launch.Place("mac2"), str(tmp_path))
+    assert rank.epitaph() == "ssh does not reach it, or lost it: ssh: mac2 is not known"
+    for stream in (rank._process.stdin, rank._process.stdout):
+        stream.close()
+
+
 def test_a_rank_elsewhere_is_started_as_here(tmp_path):
     """Guards: a command for ssh that a shell reads otherwise than it was meant."""
     place = launch.Place("mac2", variables={"MLX_RANK": "1", "A": "b 'c'"}, files={"F": '[["x"]]'})

@@ -30,6 +30,7 @@ from ds4cli.ranks import wire
 FIRST_PORT, NCCL_PORT = 32323, 12345
 COMMAND = ("-m", "ds4cli", "generate")  # a rank that is not the first follows, whatever the command
 KEPT_LINES = 20
+SSH_FAILED = 255  # ssh's own failure, not one of the command
 END_S = 5.0  # for a follower to end by itself
 LOCAL = (wire.LOOPBACK, "localhost")
 
@@ -65,7 +66,12 @@ def listed(path: str) -> list[Place]:
         data = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
         data = data if isinstance(data, dict) else {"hosts": data}
         hosts = [(host["ssh"], host["ips"], host.get("rdma", [])) for host in data["hosts"]]
+        for name, ips, _ in hosts:
+            if not isinstance(ips, list) or not all(type(x) is str for x in (name, *ips)):
+                raise ValueError("`ssh` has to be a name, `ips` a list of addresses")
         variables = dict(variable.split("=", 1) for variable in data.get("envs", []))
+        if not all(map(str.isidentifier, variables)):
+            raise ValueError("`envs` has to be a list of NAME=VALUE")
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"cannot read the host file `{path}`: {type(error).__name__}: {error}"
         raise UsageError(reason, "`mlx.distributed_config` writes them") from None
@@ -170,6 +176,9 @@ class Follower:
             return ""
         self._reader.join(1)
         errors = [line for line in self._said if "rror" in line]
+        if code == SSH_FAILED and self.host not in LOCAL:
+            said = f": {self._said[-1]}" if self._said else ""
+            return f"ssh does not reach it, or lost it{said}"
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return f"it has ended ({how})" + (f": {errors[-1]}" if errors else "")
 
@@ -206,8 +215,8 @@ def _by_ssh(place: Place) -> list[str]:
     return [
         "ssh",
         "-tt",
-        "-o",
-        "LogLevel=QUIET",
+        *("-o", "LogLevel=ERROR"),
+        *("-o", "BatchMode=yes"),  # nobody can answer its questions
         place.host,
         f"bash -c {shlex.quote('; '.join(steps))}",
     ]
