@@ -79,7 +79,7 @@ MORE = {
     "kv": lambda folder: {"kv_bits": 8, "kv_group_size": 32},
     "draft": lambda folder: {"drafter": "model", "draft_model": str(folder / "llama")},
     "mtp": lambda folder: {"drafter": "mtp"},
-    "dspark": lambda folder: {"draft_model": str(folder / "dspark")},
+    "dspark": lambda folder: {"drafter": "dspark", "draft_model": str(folder / "dspark")},
     "calls": lambda folder: {"logit_bias": {OPENS: 4.0}},
     "adapter": lambda folder: {"adapter_path": str(folder / "adapter")},
 }
