@@ -28,7 +28,9 @@ from ds4cli.settings import Settings
 FAMILIES = ("llama", "qwen3_5", "gemma3_text", "lfm2", "nemotron_h")
 # Heads by their drafter; "nextn" is an MTP head of another layout.
 HEADS = ("mtp", "nextn", "dspark", "dflash", "dflash2", "eagle3")
-DRAFTER_OF = {"nextn": "mtp"}
+# Kinds of DSpark's Markov head; "dspark" has the vanilla one.
+MARKOV = ("gated", "rnn")
+DRAFTER_OF = {"nextn": "mtp", **dict.fromkeys(MARKOV, "dspark")}
 DRAFTERS = ("none", "ngram", "model", "self", *HEADS)
 # Every head on every family, greedy on one; `test_exact.py` has the others on more families.
 GRID = [
@@ -38,6 +40,7 @@ GRID = [
     for temp in (0.0, 0.8)
     for often in [(temp and kind in HEADS) or name == FAMILIES[1 + (temp > 0)]]
 ]
+GRID += [(kind, name, 0.8) for kind, name in zip(MARKOV, FAMILIES[1:3], strict=True)]
 PROMPT, LENGTH = 11, 18
 BLOCK = {
     "model_type": "qwen3",
@@ -119,9 +122,10 @@ def head(kind, name):
         config = eagle3.read(EAGLE3, target.num_layers, "x")
         module = eagle3.Eagle3Head(config, target, {})
         return Head(named(kind), randomised(module), target)
-    if kind == "dspark":
-        module = dspark.DSparkHead(block_config.read(DSPARK, "dspark", "x"), target)
-        return Head(named(kind), randomised(module), target)
+    if kind in ("dspark", *MARKOV):
+        config = {**DSPARK, "markov_head_type": kind if kind in MARKOV else "vanilla"}
+        module = dspark.DSparkHead(block_config.read(config, "dspark", "x"), target)
+        return Head(named("dspark"), randomised(module), target)
     if kind == "dflash2":
         module = dflash2.DFlash2Head(block_config.read(DFLASH2, "dflash2", "x"), target)
         return Head(named(kind), randomised(module), target)
@@ -142,7 +146,7 @@ def randomised(module):
 def make_session(name, kind, temp=0.0, k=4, **settings):
     """A session on the model `name` whose guesses come from a drafter of this kind."""
     chosen = dict(temp=temp, num_draft_tokens=k, speculate="always", **settings)
-    if kind in HEADS:
+    if kind in (*HEADS, *MARKOV):
         settings = Settings(drafter=DRAFTER_OF.get(kind, kind), **chosen)
         return Engine(model(name), Letters(), settings, head=head(kind, name)).session()
     if kind in ("model", "self"):
@@ -180,7 +184,7 @@ def test_the_text_is_that_of_plain_decoding(kind, name, temp):
     noise that the number of guesses moves; with steps back, between blocks, of any length."""
     session = make_session(name, kind, temp)
     whole = [*prompt(PROMPT), *truth(name, temp)]
-    if kind in HEADS:
+    if kind in (*HEADS, *MARKOV):
         session.drafter = Helped(session.drafter, whole)
     session.sync(prompt(PROMPT))
     moves, back = random.Random(len(name)), 4
@@ -195,7 +199,7 @@ def test_the_text_is_that_of_plain_decoding(kind, name, temp):
     check(model(name), session)
     if kind == "self":
         assert session.stats.accepted == session.stats.proposed > 0
-    if kind in HEADS:
+    if kind in (*HEADS, *MARKOV):
         assert 0 < session.stats.accepted < session.stats.proposed
 
 
