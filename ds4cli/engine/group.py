@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -43,6 +44,11 @@ class Picks:
         self.is_replayed = False  # what lanes replay for keeping a part of their guesses
         self._values: list[int] = []
 
+    @cached_property
+    def each(self) -> list[mx.array]:
+        """Row by row, (1,), without waiting: one operation, not one a lane."""
+        return list(mx.split(self.array, len(self.array)))
+
     def values(self, start: int, stop: int) -> list[int]:
         """Waits for the call."""
         if not self._values:
@@ -62,7 +68,7 @@ class Part(NamedTuple):
     @property
     def following(self) -> mx.array:
         """What its only row picks, (1,), without waiting for it."""
-        return self.picks.array[self.start : self.start + 1]
+        return self.picks.each[self.start]
 
     def values(self) -> list[int]:
         """What follows each of its rows, once the call is done. ModelError for no number."""

@@ -117,8 +117,8 @@ def ids(feeds: Sequence[Feed]) -> mx.array:
     """The tokens of all lanes (N,) int32."""
     if not any(isinstance(feed, mx.array) for feed in feeds):
         return mx.array([*chain(*feeds)], mx.int32)
-    known = (feed if isinstance(feed, mx.array) else mx.array([*feed]) for feed in feeds)
-    return mx.concatenate([feed.astype(mx.int32) for feed in known])
+    known = [feed if isinstance(feed, mx.array) else mx.array([*feed], mx.int32) for feed in feeds]
+    return mx.concatenate(known).astype(mx.int32)
 
 
 class _Arming:

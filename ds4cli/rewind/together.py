@@ -77,15 +77,14 @@ def _call(
 
 
 def _apart(rows: mx.array, sizes: Sequence[int]) -> list[mx.array]:
-    """The rows (n, ...) of each lane, of the rows (N, ...) of all."""
-    ends = list(accumulate(sizes))
-    return [rows[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    """The rows (n, ...) of each lane, of those (N, ...) of all: one operation, not one a lane."""
+    return list(mx.split(rows, [*accumulate(sizes)][:-1]))
 
 
 def _last(logits: mx.array, sizes: Sequence[int]) -> list[mx.array]:
     """The last row (1, V) of each lane, where a model made those only, or all rows."""
     if len(logits) == len(sizes):
-        return [logits[i : i + 1] for i in range(len(sizes))]
+        return list(mx.split(logits, len(sizes)))
     return [rows[-1:] for rows in _apart(logits, sizes)]
 
 
