@@ -308,11 +308,13 @@ def test_what_guesses_for_one_line_only_is_said_and_tried(shared, folders, monke
         Desk, "round", lambda desk: (widths.append(len(desk.writing)), round_(desk))[1]
     )
     monkeypatch.setattr("ds4cli.engine.engine.make", lambda *_, **__: Slow())
-    words = "guesses of `slow` rest"
-    assert words in told(monkeypatch, folders["llama"], {"max_tokens": 8})
+    words, first = "guesses of `slow` rest", "is tried first"
+    said = told(monkeypatch, folders["llama"], {"max_tokens": 8})
+    assert words in said and first in said
     assert widths[0] == 1 and max(widths) > 1
     widths.clear()
-    assert words in told(monkeypatch, folders["llama"], {"parallel": 3})
+    said = told(monkeypatch, folders["llama"], {"parallel": 3})
+    assert words in said and first not in said
     assert widths[0] == 3
     for more in ({"speculate": "always"}, {"num_draft_tokens": 2}, {"parallel": 1}):
         assert words not in told(monkeypatch, folders["llama"], more)
