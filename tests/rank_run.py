@@ -42,6 +42,11 @@ MODELS = {
         {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4}
         | {"num_key_value_heads": 4},
     ),
+    "wide_windows": (
+        "llama",
+        {"layer_types": WINDOWS, "sliding_window": 8, "hidden_size": 128}
+        | {"num_attention_heads": 4, "num_key_value_heads": 4},
+    ),
     "windows": ("llama", {"layer_types": WINDOWS, "sliding_window": 8}),
     "qwen3_5": (
         "qwen3_5",

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -47,7 +48,12 @@ MORE_CASES = [
     "llama+tensor_parallel+adapter",
     "llama+tensor_parallel",
 ]
-FOUR = ["wide+tensor_parallel", "deepseek_v3+tensor_parallel", "wide+tensor_parallel+kv"]
+FOUR = [
+    "wide+tensor_parallel",
+    "wide_windows+tensor_parallel",
+    "deepseek_v3+tensor_parallel",
+    "wide+tensor_parallel+kv",
+]
 HEADS = "mtp", "dspark"
 
 
@@ -353,6 +359,28 @@ def test_a_silent_rank_is_lost(monkeypatch, clock, request):
     while not said and group.watch.is_alive():
         time.sleep(0.001)
     assert said == ["rank 1 (127.0.0.1): it has said nothing for 15 s"]
+
+
+def test_rank_0_that_was_stopped_goes_on(monkeypatch, clock, request):
+    """Guards: Ctrl-Z and `fg` in a chat: the ranks that spoke meanwhile are taken for lost."""
+    said, stops, ends = [], threading.Event(), []
+
+    class Stopped(selectors.DefaultSelector):
+        def select(self, timeout=None):
+            if not stops.is_set():
+                return super().select(timeout)
+            stops.clear()
+            ends[0].send(BEAT)
+            clock.now += 100.0
+            return []
+
+    monkeypatch.setattr(selectors, "DefaultSelector", Stopped)
+    monkeypatch.setattr(signals, "fail_now", said.append)
+    group, _, life = request.getfixturevalue("pair")
+    ends.append(life)
+    stops.set()
+    clock.rounds(10)
+    assert clock.now == 100.0 and not said and group.watch.is_alive()
 
 
 class Script:

@@ -171,8 +171,14 @@ class Leading(Group):
                         waiting.unregister(key.fileobj)
                         del heard[key.data]
                 for rank in heard if not self._is_over else ():
-                    if time.monotonic() - heard[rank] > SILENT_S:
-                        self._lost(rank, f"it has said nothing for {SILENT_S:.0f} s")
+                    self._check_heard(rank, heard[rank])
+
+    def _check_heard(self, rank: int, when: float) -> None:
+        """All ends here if a rank was heard too long ago. If this process was stopped, and goes on,
+        it has only not been listened to."""
+        is_silent = time.monotonic() - when > SILENT_S
+        if is_silent and not wire.have_said([self._lives[rank]], 0.0):
+            self._lost(rank, f"it has said nothing for {SILENT_S:.0f} s")
 
     def _is_alive(self, rank: int) -> bool:
         """Whether a rank's signs of life have been read. All ends here if it has gone too early."""
