@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from tiny import V, build
 
 from ds4cli.drafters.drafter import Drafter
@@ -124,15 +124,18 @@ def logits_of_calls(
     model, tokens: Sequence[int], calls: Sequence[tuple[int, int]], make: Callable | None = None
 ) -> mx.array:
     """The row after `tokens`, from stock caches in calls of which each kept and was fed so many:
-    what was not kept is made up, as rows do not depend on what follows them."""
+    what was not kept is made up, as rows do not depend on what follows them, and cut off again, or,
+    where that cannot be, left to copies of the caches."""
     caches, done = (make or make_prompt_cache)(model), 0
     for kept, fed in calls:
-        block = tokens[done : done + kept]
-        before = copy.deepcopy(caches) if fed > kept else caches
-        row = model(mx.array([[*block, *[tokens[0]] * (fed - kept)]]), cache=before)[0, kept - 1]
+        block, cut = tokens[done : done + kept], fed - kept
+        copied = None if not cut or can_trim_prompt_cache(caches) else copy.deepcopy(caches)
+        row = model(mx.array([[*block, *[tokens[0]] * cut]]), cache=copied or caches)[0, kept - 1]
         mx.eval(row)
-        if fed > kept:
+        if copied is not None:
             mx.eval(model(mx.array([block]), cache=caches))
+        elif cut:
+            trim_prompt_cache(caches, cut)
         done += kept
     assert done == len(tokens), "a loaded timeline's calls are those of the saved one"
     return row
