@@ -19,7 +19,7 @@ from ds4cli.batch.requests import (
     is_blank,
     parse,
 )
-from ds4cli.batch.results import FileResults, StreamResults
+from ds4cli.batch.results import FileResults, StreamResults, _Log, open_results
 from ds4cli.batch.width import Width
 from ds4cli.errors import DS4Error, UsageError
 from ds4cli.settings import Settings
@@ -507,6 +507,42 @@ def test_zeros_at_the_end_are_torn(tmp_path):
     items, path = items_of(2), tmp_path / "out"
     path.write_bytes(answer(items[0]) + bytes(100))
     assert run_batch(path, items, resume=True) == [items[1].custom_id]
+
+
+def test_where_results_go(tmp_path):
+    """A pipe that is waited on as if it were a file; the input, written over; results in a folder
+    that nobody named."""
+    assert isinstance(open_results("-", resume=False, force=False), StreamResults)
+    with pytest.raises(UsageError, match="nothing to resume on standard output"):
+        open_results("-", resume=True, force=False)
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    pipe = open_results(str(tmp_path / "pipe"), resume=False, force=False)
+    assert isinstance(pipe, StreamResults)
+    pipe._stream.write(b"x\n")
+    assert os.read(reader, 9) == b"x\n", "at once"
+    os.close(reader)
+    pipe._stream.close()
+    path = tmp_path / "out.jsonl"
+    assert open_results(str(path), resume=False, force=False)._out.path == path
+    path.write_text("")
+    for source, name in ((path, path), (path, tmp_path / "." / "out.jsonl")):
+        with pytest.raises(UsageError, match="is the input"):
+            open_results(str(name), False, False, source=lines.file_id(source))
+    with pytest.raises(UsageError, match="cannot write"):
+        open_results(str(tmp_path / ("n" * 300)), resume=False, force=False)
+
+
+def test_a_long_line_that_waited_is_whole(tmp_path):
+    """A result of more than one block that came before its turn."""
+    log = _Log(tmp_path / "log")
+    log.open(create=True)
+    long = json.dumps({"text": "x" * 200_000}).encode() + b"\n"
+    starts = [log.append(line) for line in (b"{}\n", long, b"[]\n")]
+    assert [log.line_at(start) for start in starts] == [b"{}\n", long, b"[]\n"]
+    with pytest.raises(DS4Error, match="was changed"):
+        log.line_at(10**6)
+    log.close()
 
 
 def test_a_stream_gets_lines_in_input_order():

@@ -4,13 +4,23 @@ import threading
 from functools import lru_cache
 
 import pytest
-from oracle import FAMILIES, Letters, check, engine, interrupts, one_of_each, plain, prompt
-from tiny import build
+from oracle import (
+    FAMILIES,
+    Letters,
+    OracleDrafter,
+    check,
+    engine,
+    interrupts,
+    one_of_each,
+    plain,
+    prompt,
+)
+from tiny import V, build
 
 from ds4cli.drafters.links import Links
 from ds4cli.drafters.ngram import NgramDrafter
-from ds4cli.errors import ModelError, StateError
-from ds4cli.settings import Settings
+from ds4cli.errors import ModelError, StateError, UsageError
+from ds4cli.settings import MAX_BLOCK_TOKENS, Settings
 
 MORE_FAMILIES = (
     "qwen3_5",
@@ -291,3 +301,80 @@ def test_a_session_says_which_thread_owns_it(tmp_path):
     assert said == ["this session belongs to the thread `MainThread`, not `second`"] * 5
     assert (session.pos, empty.pos) == (9, 5)
     session.step()
+
+
+# -- what is counted and told ---------------------------------------------------------------------
+
+
+def test_what_a_session_counts():
+    """Guards: statistics that add up to something else than what was done."""
+    session = session_of("qwen3_next", prompt(20), horizon_tokens=4, prefill_step_size=8)
+    stats, before = session.stats, session.counters.forwards
+    assert (stats.prompt_tokens, stats.cached_tokens, stats.forwards) == (20, 0, before)
+    drain(session.stream(max_tokens=6))
+    assert (stats.generated_tokens, stats.blocks, stats.accept_counts) == (6, 6, [6])
+    assert stats.forwards == session.counters.forwards == before + 6
+    report = session.rewind(9)
+    assert (report.discarded, report.replayed > 0) == (17, True)
+    assert (stats.rewinds, stats.discarded_tokens) == (1, 17)
+    assert stats.replayed_tokens == report.replayed and stats.back_s == report.back_s > 0
+    session.rewind(9)
+    assert (stats.rewinds, stats.discarded_tokens) == (1, 17), "it stood there"
+    session.sync(prompt(15))
+    assert (stats.prompt_tokens, stats.cached_tokens) == (15, 9)
+    assert stats.forwards == session.counters.forwards
+    session.sync(prompt(12))
+    assert (stats.rewinds, stats.discarded_tokens) == (2, 20)
+    truth = plain(model("qwen3_next"), prompt(12), 3)
+    step = session.step(drafts=[*truth[1:], (plain(model("qwen3_next"), prompt(12), 4)[3] + 1) % V])
+    assert step.tokens == truth and stats.generated_tokens == 9
+    assert (stats.proposed, stats.accepted, stats.by_drafter) == (3, 2, {"given": [3, 2]})
+    assert stats.accept_counts == [6, 0, 1] and stats.forwards == session.counters.forwards
+
+
+def test_guesses_count_for_who_made_them():
+    """Guards: an n-gram's guesses told as nobody's, or as a grammar's."""
+    truth = plain(model("llama"), prompt(10), 12)
+    session = session_of("llama", prompt(10), speculate="always", num_draft_tokens=3)
+    session.drafter = OracleDrafter([*prompt(10), *truth], 1.0)
+    assert drain(session.stream(max_tokens=12)) == truth
+    assert session.stats.by_drafter == {"oracle": [session.stats.proposed, session.stats.accepted]}
+    assert session.stats.proposed == session.stats.accepted == 9
+    assert session.stats.accept_counts == [0, 0, 0, 3]
+
+
+def test_no_guess_is_fed_beyond_the_context():
+    """A block that ends behind what the model can read."""
+    truth = plain(model("llama"), prompt(10), 30)
+    session = session_of("llama", prompt(10), speculate="always")
+    session.drafter = OracleDrafter([*prompt(10), *truth], 1.0)
+    session.engine.context_tokens = 16
+    events = list(session.stream(max_tokens=30))
+    assert session.tokens == [*prompt(10), *truth[:6]] and events[-1].finish_reason == "length"
+    assert session.counters.fed_tokens == 16
+    assert session.room(None) == -1 and session.room(4) == -1
+    session.engine.context_tokens = None
+    assert (session.room(4), session.room(None)) == (3, MAX_BLOCK_TOKENS - 1)
+
+
+def test_progress_is_told_after_every_call():
+    """Guards: a bar that stands still."""
+    session, told = session_of("llama", prompt(3), prefill_step_size=4), []
+    session.sync(prompt(14), progress=lambda *at: told.append(at))
+    assert told == [(3, 11), (7, 11), (11, 11)]
+
+
+def test_scores_are_kept_while_they_are_asked_for():
+    """Guards: scores of another reply, of padding, or after nobody wants them."""
+    session = session_of("llama", prompt(10))
+    with pytest.raises(UsageError):
+        session.scores(10)
+    session.score(2)
+    said = drain(session.stream(max_tokens=5))
+    scores = session.scores(10)
+    assert [score.token for score in scores] == said
+    assert all(len(score.top) == 2 and score.top[0][0] == score.token for score in scores)
+    session.score(None)
+    drain(session.stream(max_tokens=2))
+    with pytest.raises(UsageError):
+        session.scores(10)
