@@ -38,6 +38,8 @@ REAL_HEADS = ("llama:64", "llama:128", "llama:256", "gemma3_text:256", "qwen3_ne
 # A factor on the weights that makes the argmax move from token to token, family by family.
 SCALE = 2.0
 TOLERANCE = 2e-5
+# The same for rows kept in 8 bits: one that rounds to the other side moves a logit by 1e-4 or so.
+ROUNDED = 1e-3
 
 
 def one_of_each(names: Sequence[str]) -> list:
@@ -178,7 +180,8 @@ def error(a: mx.array, b: mx.array) -> float:
 
 
 def assert_fresh(model, timeline: Timeline, make: Callable | None = None) -> None:
-    """The timeline's logits are what stock caches give for its text, to 2e-5.
+    """The timeline's logits are what stock caches give for its text, to `TOLERANCE`, or
+    `ROUNDED` where the caches round.
 
     In one call; or, where that is another row, in the calls that the text came from: DeepSeek V4.1
     rounds activations to fp8 and fp4, Mamba-2 scans a chunk and a step by different sums, and so
@@ -187,8 +190,9 @@ def assert_fresh(model, timeline: Timeline, make: Callable | None = None) -> Non
     tokens, row = timeline.tokens, timeline.logits
     if error(row, read_logits(model, tokens, timeline.redo_tokens, make)) < TOLERANCE:
         return
-    if error(row, fresh_logits(model, tokens, make)) >= TOLERANCE:
-        assert error(row, logits_of_calls(model, tokens, timeline.calls, make)) < TOLERANCE
+    limit = TOLERANCE if make in (None, make_prompt_cache) else ROUNDED
+    if error(row, fresh_logits(model, tokens, make)) >= limit:
+        assert error(row, logits_of_calls(model, tokens, timeline.calls, make)) < limit
 
 
 def check(model, session) -> None:
