@@ -1,9 +1,9 @@
 """Rank 0 of several: the same walk through a session on the whole model and on a shared one.
 
-`python tests/rank_run.py RANKS FOLDER WHAT...` starts the other ranks, and prints one JSON line per
-WHAT: a model of `MODELS`, how it is shared, and perhaps one of `MORE`, with `+` between; or a
-command, as a JSON list of its words, the first of them what it reads; or `messages`: what is told
-for a step.
+`python tests/rank_run.py RANKS FOLDER STEPS WHAT...` starts the other ranks, makes walks of so many
+moves, and prints one JSON line per WHAT: a model of `MODELS`, how it is shared, and perhaps one of
+`MORE`, with `+` between; or a command, as a JSON list of its words, the first of them what it
+reads; or `messages`: what is told for a step.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ DRAWS = TEMPLATE.replace(
 )
 PARAMETERS = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}}
 TOOL = Tool("weather", "", {**PARAMETERS, "required": ["city"], "additionalProperties": False})
-STEPS = 10
+METERED = 12
 MOVES = "say", "draft", "back", "far", "fork", "switch", "other", "disk", "form", "call"
 
 
@@ -152,12 +152,12 @@ def load(folder: Path, group, **settings) -> Engine:
     return Engine.load(before_weights=begin, group=group, **settings)
 
 
-def walk(engine: Engine, seed: int, folder: Path):
+def walk(engine: Engine, seed: int, folder: Path, steps: int):
     """Random moves through sessions; yields what was done and where it led."""
     chance = random.Random(seed)
     session, branches = engine.session(), []
     session.sync([chance.randrange(256) for _ in range(50)])
-    for _ in range(STEPS):
+    for _ in range(steps):
         do = chance.choice(MOVES)
         room = chance.random()
         if do == "say":
@@ -192,14 +192,14 @@ def walk(engine: Engine, seed: int, folder: Path):
         yield do, session
 
 
-def compare(whole: Engine, shared: Engine, seed: int, folder: Path) -> dict:
+def compare(whole: Engine, shared: Engine, *how) -> dict:
     """How far the walks agree: the largest difference of logits, and the first other text. What
     the shared model was asked for on the way."""
     worst, met = 0.0, {}
-    walks = walk(whole, seed, folder), walk(shared, seed, folder)
-    for steps, ((do, one), (_, other)) in enumerate(zip(*walks, strict=True)):
+    walks = walk(whole, *how), walk(shared, *how)
+    for at, ((do, one), (_, other)) in enumerate(zip(*walks, strict=True)):
         if one.tokens != other.tokens:
-            return {"text": f"step {steps}, {do}: {one.tokens[-5:]}, {other.tokens[-5:]}"}
+            return {"text": f"step {at}, {do}: {one.tokens[-5:]}, {other.tokens[-5:]}"}
         row = one.logits
         size = max(1.0, mx.abs(row).max().item())
         worst = max(worst, mx.abs(row - other.logits).max().item() / size)
@@ -212,7 +212,7 @@ def compare(whole: Engine, shared: Engine, seed: int, folder: Path) -> dict:
     return {"text": "equal", "logits": worst, "repairs": repairs, "proposed": proposed}
 
 
-def walked(case: str, seed: int, folder: Path, group) -> dict:
+def walked(case: str, group, seed: int, folder: Path, steps: int) -> dict:
     """A walk, on the whole model and on the shared one."""
     name, how, *more = case.split("+")
     model, over = MODELS[name]
@@ -225,7 +225,7 @@ def walked(case: str, seed: int, folder: Path, group) -> dict:
         BESIDE[more[0]](place, tiny.build(model, **over))
     whole = load(place, None, **alone)
     shared = load(place, group, **given)
-    return compare(whole, shared, seed, folder)
+    return compare(whole, shared, seed, folder, steps)
 
 
 def metered(folder: Path, group) -> dict:
@@ -247,16 +247,16 @@ def metered(folder: Path, group) -> dict:
 
         group.flush = count
         if kind == "plain":
-            list(session.stream(max_tokens=STEPS))
+            list(session.stream(max_tokens=METERED))
         else:
-            for _ in range(STEPS):
+            for _ in range(METERED):
                 session.step(drafts=[1, 2, 3])
-        found[kind] = [n / STEPS for n in counts]
+        found[kind] = [n / METERED for n in counts]
     group.flush = flush
     return found
 
 
-def main(ranks: int, folder: Path, cases: list[str]) -> None:
+def main(ranks: int, folder: Path, steps: int, cases: list[str]) -> None:
     """All cases with one set of followers."""
     group = meeting.meet(Settings(local_ranks=ranks))
     meeting.meet = lambda settings: group
@@ -270,9 +270,9 @@ def main(ranks: int, folder: Path, cases: list[str]) -> None:
         elif case == "messages":
             found = metered(folder, group)
         else:
-            found = walked(case, seed, folder, group)
+            found = walked(case, group, seed, folder, steps)
         print(json.dumps({"case": case, **found}), flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -78,9 +78,9 @@ def started(*words, **how):
         process.communicate()
 
 
-def with_ranks(ranks: int, folder: Path, cases: list[str]) -> list[dict]:
+def with_ranks(ranks: int, folder: Path, cases: list[str], steps: int = 7) -> list[dict]:
     """What `rank_run.py` says."""
-    run = done(sys.executable, RUN, ranks, folder, *cases)
+    run = done(sys.executable, RUN, ranks, folder, steps, *cases)
     found = [json.loads(line) for line in run.stdout.splitlines()]
     assert [f["case"] for f in found] == cases, run.stderr[-2000:]
     return found
@@ -124,10 +124,10 @@ def alone(said: str, *words: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "cases"), [(2, MORE_CASES), (4, FOUR)])
+@pytest.mark.parametrize(("ranks", "cases"), [(2, MORE_CASES + CASES), (4, FOUR)])
 def test_more_models_and_four_ranks(ranks, cases, tmp_path):
     """Guards: what holds for two ranks only; a KV cache of few bits that ranks cut otherwise."""
-    check_walks(with_ranks(ranks, tmp_path, cases))
+    check_walks(with_ranks(ranks, tmp_path, cases, steps=20))
 
 
 def test_ranks_of_a_launcher(model_folder, tmp_path):
