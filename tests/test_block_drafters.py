@@ -711,6 +711,10 @@ NONSENSE = [
     ({"hidden_size": True}, "hidden_size"),
     ({"intermediate_size": 10**12}, "intermediate_size"),
     ({"markov_rank": -1}, "markov_rank"),
+    ({"layer_types": 5}, "layer_types"),
+    ({"rope_scaling": "yarn"}, "rope_scaling"),
+    ({"dflash_config": [1]}, "dflash_config"),
+    ({"transformer_layer_config": 3}, "transformer_layer_config"),
 ]
 
 

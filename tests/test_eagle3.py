@@ -268,6 +268,8 @@ def test_layers_that_nobody_names_are_the_usual_three():
         ({"rope_scaling": {"rope_type": "mrope"}}, "mrope"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"norm_output": "yes"}, "norm_output"),
+        ({"eagle_config": "yes"}, "eagle_config"),
+        ({"rope_parameters": [1]}, "rope_parameters"),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused_by_field(changes, says):

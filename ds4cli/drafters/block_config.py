@@ -17,6 +17,7 @@ from ds4cli.drafters.fields import (
     check_taps,
     head_dim,
     kv_heads,
+    nested,
     rope,
     taps,
     unknown_in,
@@ -136,7 +137,7 @@ def read(config: Mapping[str, Any], kind: str, name: str) -> BlockConfig:
 
     UsageError that names the field which is missing, or which is not built here.
     """
-    flat = Fields(_flatten(config), name)
+    flat = Fields(_flatten(config, name), name)
     _refuse_others(flat, kind)
     hidden, heads = flat.integer("hidden_size"), flat.integer("num_attention_heads")
     vocab = flat.integer("vocab_size")
@@ -168,7 +169,7 @@ def read(config: Mapping[str, Any], kind: str, name: str) -> BlockConfig:
 
 def unknown_fields(config: Mapping[str, Any]) -> list[str]:
     """Fields of which nobody here knows whether they change anything."""
-    return [key for key in unknown_in(_flatten(config), NEUTRAL) if not key.startswith(REFUSED)]
+    return [key for key in unknown_in(_flatten(config, ""), NEUTRAL) if not key.startswith(REFUSED)]
 
 
 def check(
@@ -197,9 +198,9 @@ def _pairs(config: Mapping[str, Any], head: BlockConfig, target: Mapping[str, An
     yield "vocab_size", head.vocab_size, target.get("vocab_size")
 
 
-def _flatten(config: Mapping[str, Any]) -> dict[str, Any]:
-    layers = config.get("transformer_layer_config") or {}
-    flat = {**layers, **config, **(config.get("dflash_config") or {})}
+def _flatten(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    layers = nested(config, "transformer_layer_config", name)
+    flat = {**layers, **config, **nested(config, "dflash_config", name)}
     if layers:
         flat["vocab_size"] = layers.get("vocab_size")
         flat["model_type"] = "qwen3"  # whatever the verifier is, its draft blocks are Qwen3's

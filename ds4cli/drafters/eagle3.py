@@ -43,6 +43,7 @@ from ds4cli.drafters.fields import (
     check_taps,
     head_dim,
     kv_heads,
+    nested,
     rope,
     taps,
     unknown_in,
@@ -137,8 +138,8 @@ def read(config: Mapping[str, Any], num_target_layers: int | None, name: str) ->
 
 
 def _flatten(config: Mapping[str, Any], num_target_layers: int | None, name: str) -> Fields:
-    layers = config.get("transformer_layer_config") or {}
-    flat = {**layers, **config, **(config.get("eagle_config") or {})}
+    layers = nested(config, "transformer_layer_config", name)
+    flat = {**layers, **config, **nested(config, "eagle_config", name)}
     ids = flat.get("eagle_aux_hidden_state_layer_ids")
     if layers:
         flat["model_type"], flat["vocab_size"] = layers.get("model_type"), layers.get("vocab_size")

@@ -94,6 +94,14 @@ class Fields:
         )
 
 
+def nested(config: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
+    """The fields that stand under `key`; none where it is missing."""
+    found = config.get(key)
+    if found is None or isinstance(found, Mapping):
+        return found or {}
+    raise Fields({}, name).unknown(key, f"is `{found}`, not a table")
+
+
 def kv_heads(flat: Fields, heads: int) -> int:
     found = flat.integer("num_key_value_heads", heads)
     if heads % found:
@@ -133,7 +141,8 @@ def check_taps(taps: Sequence[int], layers: int | None, name: str) -> None:
 def rope(flat: Fields) -> dict[str, Any]:
     """How positions are rotated: the whole of each head. A `partial_rotary_factor` was copied from
     the target and is not used by the trainers' blocks."""
-    stated = flat.get("rope_parameters") or flat.get("rope_scaling") or {}
+    stated = nested(flat.fields, "rope_parameters", flat.name)
+    stated = stated or nested(flat.fields, "rope_scaling", flat.name)
     if any(isinstance(value, Mapping) for value in stated.values()):
         raise flat.refuse("rope_parameters", "one for each kind of layer")
     kind = stated.get("rope_type") or stated.get("type") or "default"
@@ -159,6 +168,8 @@ def windows(flat: Fields, layers: int) -> tuple[int | None, ...]:
         if flat.flag("use_sliding_window"):
             raise flat.refuse("use_sliding_window", "true without layer_types")
         return (None,) * layers
+    if not isinstance(kinds, list):
+        raise flat.unknown("layer_types", f"is `{kinds}`, not a list")
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise flat.refuse("layer_types", kind)
