@@ -397,3 +397,16 @@ def test_the_arrays_of_runs_that_wait_are_counted(monkeypatch):
     monkeypatch.setattr(room, "MAX_ARRAYS", (1 + 8 + RUN) * each)
     assert Fed(4000).singles(40).horizon.low == 0
     assert Fed(4000).singles(41).horizon.low > 0
+
+
+def test_what_is_about_to_leave_is_not_copied(monkeypatch):
+    """Guards: copies of rows that go a few calls later, at every token of a long reply."""
+    copies = []
+    monkeypatch.setattr(Segment, "packed", lambda self, *args: copies.append(self.start) or self)
+    monkeypatch.setattr(room, "LINKED_ROWS", 40)
+    for limit, copied in ((40, False), (200, True)):
+        copies.clear()
+        horizon = Horizon(limit, 1 << 20, None)
+        for pos in range(160):
+            horizon.append(Segment(pos, pos + 1, None, (mx.zeros((1, 4)),), None), None)
+        assert bool(copies) is copied

@@ -82,3 +82,17 @@ def test_where_every_array_takes_pages_rows_are_copied_at_once(monkeypatch):
         linked = min(3 * found.run_rows, (budget - 96) // loose)
         more = (budget - 96 - linked * loose) // packed
         assert found.free_rows == linked + more - (found.run_rows - 1)
+
+
+def test_rows_that_are_read_where_they_stand_are_not_copied(monkeypatch):
+    """Guards: copies on CUDA, most of what recording cost there; or so many arrays that the oldest
+    rows go to make room for them."""
+    args = 10**6, SIZES, LOGITS, 1
+
+    def linked(limit):
+        return Room.of(limit, *args, in_place=True).linked_rows
+
+    assert linked(2000) == 2000
+    monkeypatch.setattr(room, "MAX_ARRAYS", 1000)
+    assert linked(2000) == 100
+    assert Room.of(50, *args, in_place=True).most_segments >= 100

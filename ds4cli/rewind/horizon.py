@@ -21,6 +21,7 @@ from functools import cached_property
 import mlx.core as mx
 
 from ds4cli.backend.memory import page_bytes, taken_bytes
+from ds4cli.hooks import cuda
 from ds4cli.rewind.room import Room
 from ds4cli.tape import Recorder, Sizes, Slots, Tape, spans
 
@@ -170,7 +171,8 @@ class Horizon:
     def room_for(self, logits_bytes: int) -> Room:
         """How rows are kept, and how many; logits_bytes: of one row. Right once a tape was made."""
         sizes = Sizes() if self._recorder is None else self._recorder.sizes
-        return Room.of(self.limit, self.budget_bytes, sizes, logits_bytes, page_bytes())
+        kept = self.limit, self.budget_bytes, sizes, logits_bytes, page_bytes()
+        return Room.of(*kept, in_place=cuda.is_on())
 
     def copy(self) -> Horizon:
         twin = copy.copy(self)
@@ -249,8 +251,10 @@ class Horizon:
             self.held_bytes += self._bytes(piece) + self.room.state_bytes
         self._merge()
         if self._packing.starts:
-            pos, steps = segment.end - self.room.linked_rows, self.room.run_rows
-            self._packing.advance(self.segments, pos, steps)
+            linked = self.room.linked_rows
+            # A copy at the far end would be dropped with its rows, a few calls later.
+            pos = segment.end - linked if linked < self.limit else -1
+            self._packing.advance(self.segments, pos, self.room.run_rows)
         self._trim()
 
     def _begin(self, segment: Segment, row_before: mx.array | None) -> None:

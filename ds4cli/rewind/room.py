@@ -42,14 +42,19 @@ class Room:
     state_bytes: int
 
     @staticmethod
-    def of(limit: int, budget: int, sizes: Sizes, logits: int, page: int) -> Room:
+    def of(
+        limit: int, budget: int, sizes: Sizes, logits: int, page: int, in_place: bool = False
+    ) -> Room:
         """Room for `limit` rows in `budget` bytes; less if that is short. logits: bytes of a row.
-        page: the unit in which an array takes memory."""
+        page: the unit in which an array takes memory. in_place: whether replays read rows where
+        they stand."""
         dense = DENSE_CHECKPOINTS * sizes.state <= budget // 4
         pages = 0 if page == 1 else page * sizes.row_arrays
         # Where a replay would spend its time on joining rows, and where every array takes pages,
         # rows are copied as soon as their run is complete.
         linked = LINKED_ROWS if dense and page == 1 else 0
+        if in_place:  # nothing is won by copying, and on a fast card it is what recording costs
+            linked = min(limit, MAX_ARRAYS // 2 // (1 + sizes.row_arrays + sizes.state_arrays))
         kinds = [_Held(sizes, logits, pages, n, linked, dense) for n in RUN_ROWS]
         rooms = [kind.room(limit, budget) for kind in kinds]
         most = max(min(room.free_rows, limit) for room in rooms)
