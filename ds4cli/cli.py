@@ -196,8 +196,8 @@ Extract = Annotated[
     typer.Option("--extract", help="Print the first code block only.", rich_help_panel=OUTPUT),
 ]
 
-PromptText = Annotated[
-    str | None, typer.Option("--prompt", "-p", help="The prompt.", metavar="TEXT")
+PromptTexts = Annotated[
+    list[str] | None, typer.Option("--prompt", "-p", help="The prompt.", metavar="TEXT")
 ]
 PromptFiles = Annotated[
     list[Path] | None,
@@ -310,7 +310,7 @@ def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt; - reads it from standard input.")
     ] = None,
-    prompt_option: PromptText = None,
+    prompt_option: PromptTexts = None,
     file: PromptFiles = None,
     session: IntoSession = None,
     go_on: IntoLatest = False,
@@ -344,9 +344,10 @@ def generate(
         raise UsageError(f"`{long_flag(name)}` needs `--batch`", "name the file with the prompts")
     from ds4cli import generate as task
 
+    prompts = [*([] if prompt is None else [prompt]), *(prompt_option or ())]
     refuse_both(tools=run.settings.tools is not None, prefill_response=bool(prefill_response))
     request = task.GenerateRequest(
-        prompt=task.gather_prompt(prompt, prompt_option, file or (), sys.stdin),
+        prompt=task.gather_prompt(prompts, file or (), sys.stdin),
         tools=task.read_tools(run.settings.tools),
         wanted=task.read_form(run.settings),
         as_json=as_json,
@@ -355,7 +356,7 @@ def generate(
         verbose=run.verbose,
         extract=extract,
         prompt_cache=prompt_cache,
-        question=(prompt or prompt_option or "").removeprefix("-"),
+        question="".join(prompts).removeprefix("-"),
         prefill=prefill_response or "",
         top_logprobs=logprobs,
     )

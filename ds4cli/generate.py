@@ -172,16 +172,14 @@ def _read(
 # --- what the user gave -------------------------------------------------------------------------
 
 
-def gather_prompt(
-    argument: str | None, option: str | None, files: Sequence[Path], stdin: TextIO | None
-) -> str:
+def gather_prompt(prompts: Sequence[str], files: Sequence[Path], stdin: TextIO | None) -> str:
     """The prompt: piped text, then files, then the prompt itself, with blank lines between.
 
     `-` as prompt or as file means stdin. UsageError if there is no text at all.
     """
-    if argument is not None and option is not None:
-        raise UsageError("the prompt was given twice", "give it as an argument or with `-p`")
-    prompt = option if argument is None else argument
+    if len(prompts) > 1:
+        raise UsageError("the prompt was given twice", "give one, as an argument or with `-p`")
+    prompt = prompts[0] if prompts else None
     names = [str(file) for file in files]
     nothing_given = prompt is None and not names
     if nothing_given and (stdin is None or not _is_for_us(stdin)):

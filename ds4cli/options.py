@@ -117,6 +117,8 @@ def _run(
     address_space.check()
     refuse_both(quiet=quiet, verbose=verbose)
     refuse_both(quiet=quiet, stats=bool(given.get("stats")))
+    for remark in () if quiet else settings.unread_variables():
+        terminal.note(remark)
     if config is None and not quiet:
         _say_what_is_trusted_here(resolved)
     return Run(_with_system_file(resolved), quiet, verbose or debug)

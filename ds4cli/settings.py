@@ -23,6 +23,8 @@ from ds4cli.drafters import registry
 from ds4cli.errors import UsageError
 
 PREFIX = "DS4CLI_"
+# Variables that are no settings: of the machine, of ranks, of the tests.
+OTHER_NAMES = ("BLAS", "CUDA_FORMS", "RANK_0", "TEST_DEVICE", "JSON_SCHEMA_SUITE")
 # One model call while decoding: the next token and the guesses. Sliding windows have slack for it.
 MAX_BLOCK_TOKENS = 32
 MODEL, RANKS, SAMPLING, FORM, SPECULATION, REWIND, OUTPUT = PANELS = (
@@ -587,6 +589,18 @@ def resolve(
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     found = {name: environ.get(PREFIX + name.upper()) for name in OPTIONS}
     return {name: _parse_variable(name, text) for name, text in found.items() if text is not None}
+
+
+def unread_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """What to say of variables that look like ours and that nothing reads."""
+    environ = os.environ if environ is None else environ
+    known = [PREFIX + name.upper() for name in OPTIONS] + [PREFIX + name for name in OTHER_NAMES]
+    said = []
+    for name in sorted(name for name in environ if name.startswith(PREFIX)):
+        if name not in known:
+            hint = nearest(name, known)
+            said.append(f"nothing reads `{name}`" + (f": {hint}" if hint else ""))
+    return said
 
 
 def _parse_variable(name: str, text: str) -> Any:

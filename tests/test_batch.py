@@ -90,6 +90,8 @@ BAD_LINES = {
     line(prompt="a", top_p=2): "`top_p` cannot be",
     line(prompt="a", max_tokens=0): "`max_tokens` cannot be",
     line(prompt="a", n=0): "`n` cannot be",
+    line(prompt="a", n="3"): "`n` wants a number, not the text `3`",
+    line(prompt="a", max_tokens="4"): "`max_tokens` wants a number, not the text `4`",
     line(prompt="a", stop=[3]): "`stop`",
     line(prompt="a", temperature=10**400): "`temperature` wants a number",
     line(messages=[{"role": "assistant", "content": "a", "tool_calls": 5}]): "`messages[0].tool",
@@ -105,6 +107,12 @@ BAD_LINES = {
     line(method="GET", body={"prompt": "a"}): "`method`",
     line(body=3): "`body` is not an object",
 }
+
+
+def test_a_bad_line_keeps_its_name():
+    """Guards: an error that cannot be joined to its input."""
+    assert parse(3, b'{"custom_id": "mine", "prompt": "\\ud800"}').custom_id == "mine"
+    assert parse(3, b'{"custom_id": "\\ud800", "prompt": "a"}').custom_id == "line-3"
 
 
 @pytest.mark.parametrize(("raw", "message"), BAD_LINES.items(), ids=range(len(BAD_LINES)))

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import talk
@@ -1030,6 +1031,14 @@ def test_save_renames_a_chat_that_was_taken_up_again(engine):
     assert [path.stem for path in shelf.private_folder("sessions").glob("*.safetensors")] == [
         "mine"
     ]
+
+
+def test_nothing_is_no_copy():
+    """Guards: "copied 0 characters" over what the clipboard held, behind a reply that was cut while
+    it was reasoning."""
+    empty = SimpleNamespace(last=lambda role: 2, turn=lambda number: Turn("assistant", ""))
+    with pytest.raises(UsageError, match="the last reply has no text"):
+        commands.copy(SimpleNamespace(line=empty), "")
 
 
 def test_turns_show_calls(calling, capsys):

@@ -105,6 +105,7 @@ BAD_INPUT = [
     ([""], "the prompt is empty"),
     (["  \n"], "the prompt is empty"),
     (["a", "-p", "b"], "given twice"),
+    (["-p", "a", "-p", "b"], "given twice"),
     (["-f", "missing"], "`missing`"),
     (["-f", "."], "`.`"),
     (["-f", "binary"], "not UTF-8"),
@@ -148,15 +149,15 @@ def test_bad_input_is_one_line_exit_2_and_loads_nothing(engine, args, message):
 def test_no_prompt_on_a_terminal(engine):
     """Guards: the command waits for a prompt that nobody knows it wants."""
     with pytest.raises(generate.UsageError, match="no prompt"):
-        generate.gather_prompt(None, None, (), Terminal())
+        generate.gather_prompt((), (), Terminal())
     with pytest.raises(generate.UsageError, match="no prompt"):
-        generate.gather_prompt(None, None, (), None)
+        generate.gather_prompt((), (), None)
 
 
 def test_a_prompt_that_is_not_text_is_refused():
     """Guards: an argument with bytes that are not UTF-8 ends in a traceback inside a tokenizer."""
     with pytest.raises(generate.UsageError, match="not UTF-8"):
-        generate.gather_prompt("a\udcff", None, (), Terminal())
+        generate.gather_prompt(["a\udcff"], (), Terminal())
 
 
 @pytest.mark.parametrize("args", [["hé"], ["hi", "-s", "é"]])

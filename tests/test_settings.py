@@ -196,3 +196,10 @@ def test_hints_for_a_settings_file_fit(tmp_path, text, hint):
     with pytest.raises(UsageError) as caught:
         read_config(path)
     assert caught.value.hint.startswith(hint)
+
+
+def test_a_mistyped_variable_is_said():
+    """Guards: `DS4CLI_TMEP=1`, of which nobody hears."""
+    environ = {"DS4CLI_TMEP": "1", "DS4CLI_TEMP": "1", "DS4CLI_BLAS": "none", "HOME": "/"}
+    said = "nothing reads `DS4CLI_TMEP`: did you mean `DS4CLI_TEMP`?"
+    assert settings.unread_variables(environ) == [said]

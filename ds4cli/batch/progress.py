@@ -100,7 +100,7 @@ class BatchProgress:
 
     def summary(self) -> str:
         """The tally at the end, with the time it took."""
-        return f"{self.words()}, {_clock(self.seconds)}"
+        return f"{self.words()}, in {_clock(self.seconds)}"
 
     def _remaining_s(self) -> float | None:
         if self._total is None or not self._tally.made:

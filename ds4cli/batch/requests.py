@@ -122,8 +122,11 @@ def parse(number: int, raw: bytes, plain: bool = False) -> Item:
     except UsageError as error:
         return Item(number, default_id, _digest(default_id, repr(raw)), error=error.message)
     custom_id = line.get("custom_id")
-    if not isinstance(custom_id, str) or not custom_id:
+    if not isinstance(custom_id, str) or not custom_id or not _is_unicode(custom_id):
         custom_id = default_id
+    if not _is_unicode(line):
+        reason = "half of a surrogate pair stands alone in it"
+        return Item(number, custom_id, _digest(custom_id, repr(raw)), error=reason)
     digest = _digest(custom_id, line)
     try:
         return _item(number, custom_id, digest, _given(line))
@@ -140,7 +143,7 @@ def _given(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _line(raw: bytes, plain: bool) -> dict[str, Any]:
-    """The line as an object. UsageError unless it is one, in Unicode that can be written again."""
+    """The line as an object. UsageError unless it is one that can be written again."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -149,14 +152,21 @@ def _line(raw: bytes, plain: bool) -> dict[str, Any]:
         return {"prompt": text.rstrip("\r\n")}
     try:
         line = json.loads(text)
-        json.dumps(line, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise UsageError("half of a surrogate pair stands alone in it") from None
+        json.dumps(line)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"not JSON: {error}") from None
     if not isinstance(line, dict):
         raise UsageError("not a JSON object")
     return line
+
+
+def _is_unicode(value: Any) -> bool:
+    """Whether it can be written as UTF-8: JSON may hold one half of a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _digest(custom_id: str, content: Any) -> str:
@@ -284,8 +294,14 @@ def _overrides(body: dict[str, Any]) -> dict[str, Any]:
     for name, setting in OVERRIDES.items():
         value = _as_set(name, body.get(name))
         if value is not None:
+            _refuse_quoted(name, value)
             found[setting] = all_settings.check(setting, value, name)
     return found
+
+
+def _refuse_quoted(name: str, value: Any) -> None:
+    if isinstance(value, str) and OPTIONS[OVERRIDES[name]].kind in (int, float):
+        raise UsageError(f"`{name}` wants a number, not the text `{value}`")
 
 
 def _as_set(name: str, value: Any) -> Any:
@@ -311,6 +327,8 @@ def _whole(value: Any) -> Any:
 
 def _count(n: Any) -> int:
     n = _whole(n)
+    if isinstance(n, str):
+        raise UsageError(f"`n` wants a number, not the text `{n}`")
     if type(n) is not int or not 1 <= n <= MAX_COMPLETIONS:
         raise UsageError(f"`n` cannot be `{n}`: it wants a number from 1 to {MAX_COMPLETIONS}")
     return n

@@ -344,7 +344,7 @@ def turns(chat: Chat, argument: str) -> None:
     if argument:
         number = _number(argument, 0)
         return terminal.show((line.system or "") if number == 0 else _said(line.turn(number)))
-    table = _table("turn", "role", "tokens", "", "text")
+    table = _table("turn", "role", "tokens", "ended by", "text")
     table.add_row("0", "system", _span(line, 0), "", _excerpt(line.system or ""))
     for number, turn in enumerate(line.turns, 1):
         reason = turn.finish_reason if turn.is_cut else ""
@@ -417,6 +417,8 @@ def copy(chat: Chat, argument: str) -> None:
     if not number:
         raise UsageError("there is no reply yet")
     text = chat.line.turn(number).content
+    if not text:
+        raise UsageError("the last reply has no text", "it was cut before: /continue goes on")
     places = clipboard.copy(text)
     if not places:
         raise UsageError("there is no clipboard here", "/raw prints the reply for copying")

@@ -73,7 +73,7 @@ def listed(path: str) -> list[Place]:
         if not all(map(str.isidentifier, variables)):
             raise ValueError("`envs` has to be a list of NAME=VALUE")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"cannot read the host file `{path}`: {type(error).__name__}: {error}"
+        reason = f"cannot read the host file `{path}`: {_why(error)}"
         raise UsageError(reason, "`mlx.distributed_config` writes them") from None
     if len(hosts) < 2 or not all(ips for _, ips, _ in hosts):
         raise UsageError(f"`{path}` has to name two hosts or more, each with its `ips`")
@@ -82,6 +82,12 @@ def listed(path: str) -> list[Place]:
     for place in places:
         place.variables |= variables
     return _numbered(places)
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"`{error.args[0]}` is missing in it"
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _tell_backend(places: Sequence[Place], backend: str, rdma: list[Any], path: str) -> None:
