@@ -101,7 +101,7 @@ def test_whole_pages_are_counted_on_metal(monkeypatch):
     assert [memory.in_pages(n, page) for n in (0, 256, 257, page, page + 1)] == [
         0, 256, page, page, 2 * page,
     ]  # fmt: skip
-    e = engine("qwen3_next")
+    e = engine("qwen3_next", horizon_tokens=32)
     kept = []
     for pages in (1, page):
         monkeypatch.setattr(memory, "page_bytes", lambda pages=pages: pages)
