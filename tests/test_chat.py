@@ -989,6 +989,17 @@ def test_a_broken_cache_is_ignored_with_a_note(engine, capsys, kind):
     again.end()
 
 
+def test_a_chat_that_ranks_kept_goes_on_without_them(engine, monkeypatch, capsys):
+    """Guards: a cut reply lost, and "read again", for the same model on another number of ranks."""
+    with monkeypatch.context() as ranks:
+        ranks.setattr(engine, "held_fingerprint", "of two ranks")
+        talk.chat(engine, "the first", name="ours").end()
+    again = talk.chat(engine, name="ours")
+    assert "read again" not in capsys.readouterr().err
+    check_replies(again, engine)
+    again.end()
+
+
 def test_a_chat_of_another_model_is_read_as_text(engine, capsys):
     """Guards: foreign token ids being fed to a model."""
     talk.chat(engine, "the first", name="old").end()

@@ -142,7 +142,7 @@ class FileResults:
     def check_model(self, fingerprint: str) -> None:
         """UsageError if earlier results were made with another model."""
         others = self._earlier.fingerprints - {fingerprint}
-        self._refuse_others(["another model" for _ in others])
+        self._refuse_others(["another model, or with other ranks" for _ in others])
 
     def _refuse_others(self, found: list[str]) -> None:
         if found and not self._force:

@@ -397,4 +397,4 @@ def _value(completion: Completion) -> Any:
 
 def model_fingerprint(engine: Engine) -> str:
     """What stands for the model in results."""
-    return f"fp_{engine.fingerprint[:16]}"
+    return f"fp_{engine.held_fingerprint[:16]}"

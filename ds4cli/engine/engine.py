@@ -103,7 +103,8 @@ class Engine(Vocabulary):
 
     model: an mlx-lm model; tokenizer: mlx-lm's TokenizerWrapper (or alike); draft: a draft model;
     head: a drafting head on this model. warnings: notices that everybody should see. group: the
-    ranks that hold the model together with this process.
+    ranks that hold the model together with this process. fingerprint: stands for the model;
+    held_fingerprint: for what this process holds of it, which its states and last digits are of.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Engine(Vocabulary):
         head: Head | None = None,
         context_tokens: int | None = None,
         fingerprint: str = "",
+        held_fingerprint: str | None = None,
         notices: Sequence[str] = (),
         corpus: Corpus | None = None,
         sampling: Mapping[str, Any] | None = None,
@@ -125,6 +127,7 @@ class Engine(Vocabulary):
         super().__init__(tokenizer, context_tokens, settings)
         self.corpus = Corpus() if corpus is None else corpus
         self.fingerprint = fingerprint
+        self.held_fingerprint = held_fingerprint or fingerprint
         self.notices = list(notices)
         self.corpus.notices = self.notices
         self.sampling = dict(sampling or {})
@@ -199,7 +202,6 @@ class Engine(Vocabulary):
         share = None if group is None else group.share(sharding.asked(chosen))
         # An adapter counts the layers of the whole model.
         source = find(chosen.model, chosen.offline, None if chosen.adapter_path else share)
-        address_space.check(source.shards.nbytes)
         if chosen.kv_bits is not None:
             check_kv_group(source.config, chosen.kv_group_size)
         draft_source, head_source, notices = _drafting(chosen, source)
@@ -214,21 +216,20 @@ class Engine(Vocabulary):
         fingerprint = adapters.fingerprint(source.fingerprint(template or ""), adapter)
         corpus = _corpus(chosen, fingerprint)
         before_weights(vocabulary)
+        address_space.check(source.shards.nbytes)
         if share is not None and head_source is not None:
             share.keeps = last_row.NAMES
         weights, more = load_weights(source, chosen.dtype, share, adapter)
-        notices += more
-        draft = None
-        if draft_source is not None:
-            draft, more = load_weights(draft_source, chosen.dtype)
-            notices += more
+        draft, of_draft = _draft_model(draft_source, chosen)
+        notices += more + of_draft
         engine = cls(
             weights,
             tokenizer,
             chosen,
             draft=draft,
             context_tokens=context_tokens,
-            fingerprint=fingerprint if share is None else share.fingerprint(fingerprint, weights),
+            fingerprint=fingerprint,
+            held_fingerprint=None if share is None else share.fingerprint(fingerprint, weights),
             corpus=corpus,
             notices=notices,
             sampling=source.sampling,
@@ -253,7 +254,7 @@ class Engine(Vocabulary):
         holds_all = sharding.stages(self.model) == 1
         group.check(
             {
-                "model": self.fingerprint,
+                "model": self.held_fingerprint,
                 "versions": versions(),
                 "type of weights": f"float32={is_float32(self.model)}",
                 "layers": [f"{x.count} x {x.kind}" for x in capabilities.layers if holds_all],
@@ -310,7 +311,7 @@ class Engine(Vocabulary):
     def prices(self) -> PriceList:
         """What calls cost on this machine; the first session that it matters to measures it."""
         folder = cache_folder()
-        if not self.fingerprint or folder is None:
+        if not self.held_fingerprint or folder is None:
             return PriceList()
         return PriceList.kept(folder / "call-costs", self._price_key())
 
@@ -319,7 +320,7 @@ class Engine(Vocabulary):
         settings = self.settings
         threads = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
         return {
-            "model": self.fingerprint,
+            "model": self.held_fingerprint,
             "weights": f"{settings.dtype} float32={is_float32(self.model)}",
             "kv": f"{settings.kv_bits} {settings.kv_group_size}",
             "taps": "none" if self._head is None else str(self._head.taps),
@@ -375,7 +376,7 @@ class Engine(Vocabulary):
     def load_session(self, path: str | Path) -> Session:
         """The session saved at `path`. StateError if it is damaged or another model's."""
         timeline = self._timeline(self.model)
-        timeline.read(path, self.fingerprint)
+        timeline.read(path, self.held_fingerprint)
         self.check_stored(timeline.tokens, path)
         return self.session_from(timeline)
 
@@ -388,7 +389,7 @@ class Engine(Vocabulary):
 
     def save_session(self, timeline: Timeline, path: str | Path) -> None:
         """Write `timeline` to `path`, whole or not at all."""
-        timeline.write(path, self.fingerprint)
+        timeline.write(path, self.held_fingerprint)
 
     def rename_session(self, path: Path, new: Path) -> None:
         """Give a saved session another name, with what other ranks keep of it."""
@@ -496,6 +497,10 @@ def _own_head(wanted: registry.Kind | None, target: Source) -> tuple[HeadSource 
         return None, []
     other = "name one with `--draft-model`, or " if wanted.may_be_named else ""
     raise UsageError(f"`{target.name}` has no {wanted.name} head", f"{other}use `--drafter ngram`")
+
+
+def _draft_model(source: Source | None, settings: Settings) -> tuple[Any, list[str]]:
+    return (None, []) if source is None else load_weights(source, settings.dtype)
 
 
 def _corpus(settings: Settings, fingerprint: str) -> Corpus | None:

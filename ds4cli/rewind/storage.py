@@ -105,6 +105,6 @@ def _check_origin(path: Path, metadata: dict[str, str], fingerprint: str) -> Non
         raise StateError(f"`{path}` is not a session file of this version")
     if metadata.get("fingerprint") != fingerprint:
         raise StateError(
-            f"session file `{path}` belongs to another model or tokenizer",
+            f"session file `{path}` belongs to another model, tokenizer or number of ranks",
             "load it with the model that wrote it",
         )
