@@ -55,16 +55,9 @@ MODELS = {
     "deepseek_v3": ("deepseek_v3", {}),
 }
 DSPARK = {
+    **tiny.HEAD_BLOCK,
     "architectures": ["Qwen3DSparkModel"],
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
     "num_hidden_layers": 1,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e4,
     "block_size": 4,
     "mask_token_id": 3,
     "target_layer_ids": [2, 0],

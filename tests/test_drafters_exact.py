@@ -14,7 +14,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from oracle import SCALE, Letters, check, engine, plain, prompt
-from tiny import CFG, V, build
+from tiny import CFG, HEAD_BLOCK, V, build
 
 from ds4cli.drafters import block_config, dflash, dflash2, dspark, eagle3, mtp, nextn
 from ds4cli.drafters.drafter import Drafter
@@ -42,19 +42,7 @@ GRID = [
 ]
 GRID += [(kind, name, 0.8) for kind, name in zip(MARKOV, FAMILIES[1:3], strict=True)]
 PROMPT, LENGTH = 11, 18
-BLOCK = {
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_hidden_layers": 2,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1e4,
-    "vocab_size": V,
-    "block_size": 5,
-}
+BLOCK = {**HEAD_BLOCK, "num_hidden_layers": 2, "vocab_size": V, "block_size": 5}
 DSPARK = {
     **BLOCK,
     "architectures": ["Qwen3DSparkModel"],

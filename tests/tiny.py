@@ -8,7 +8,19 @@ import pytest
 from ds4cli.bench import tiny
 from ds4cli.bench.tiny import CFG, V, quantise
 
-__all__ = ["CFG", "V", "build", "ids", "quantise"]
+__all__ = ["CFG", "HEAD_BLOCK", "V", "build", "ids", "quantise"]
+
+# The blocks of a drafting head that fits the tiny models, as its config states them.
+HEAD_BLOCK = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+}
 
 
 def build(name: str, *args, **options):
