@@ -124,10 +124,10 @@ def parse(number: int, raw: bytes, plain: bool = False) -> Item:
     custom_id = line.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id or not _is_unicode(custom_id):
         custom_id = default_id
-    if not _is_unicode(line):
-        reason = "half of a surrogate pair stands alone in it"
-        return Item(number, custom_id, _digest(custom_id, repr(raw)), error=reason)
-    digest = _digest(custom_id, line)
+    try:
+        digest = _digest(custom_id, line)
+    except UsageError as error:
+        return Item(number, custom_id, _digest(custom_id, repr(raw)), error=error.message)
     try:
         return _item(number, custom_id, digest, _given(line))
     except UsageError as error:
@@ -143,7 +143,7 @@ def _given(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _line(raw: bytes, plain: bool) -> dict[str, Any]:
-    """The line as an object. UsageError unless it is one that can be written again."""
+    """The line as an object. UsageError unless it is one."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -152,7 +152,6 @@ def _line(raw: bytes, plain: bool) -> dict[str, Any]:
         return {"prompt": text.rstrip("\r\n")}
     try:
         line = json.loads(text)
-        json.dumps(line)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"not JSON: {error}") from None
     if not isinstance(line, dict):
@@ -160,18 +159,24 @@ def _line(raw: bytes, plain: bool) -> dict[str, Any]:
     return line
 
 
-def _is_unicode(value: Any) -> bool:
+def _is_unicode(text: str) -> bool:
     """Whether it can be written as UTF-8: JSON may hold one half of a surrogate pair."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        text.encode()
     except UnicodeEncodeError:
         return False
     return True
 
 
 def _digest(custom_id: str, content: Any) -> str:
-    text = json.dumps([custom_id, content], ensure_ascii=False, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    """Stands for a request. UsageError for one that cannot be written again."""
+    try:
+        text = json.dumps([custom_id, content], ensure_ascii=False, sort_keys=True).encode()
+    except UnicodeEncodeError:
+        raise UsageError("half of a surrogate pair stands alone in it") from None
+    except RecursionError as error:
+        raise UsageError(f"not JSON: {error}") from None
+    return hashlib.blake2b(text, digest_size=12).hexdigest()
 
 
 def _item(number: int, custom_id: str, digest: str, line: dict[str, Any]) -> Item:
@@ -294,13 +299,15 @@ def _overrides(body: dict[str, Any]) -> dict[str, Any]:
     for name, setting in OVERRIDES.items():
         value = _as_set(name, body.get(name))
         if value is not None:
-            _refuse_quoted(name, value)
+            if OPTIONS[setting].kind in (int, float):
+                _refuse_quoted(name, value)
             found[setting] = all_settings.check(setting, value, name)
     return found
 
 
 def _refuse_quoted(name: str, value: Any) -> None:
-    if isinstance(value, str) and OPTIONS[OVERRIDES[name]].kind in (int, float):
+    """UsageError for a number that came as a text: shown as it is, it would look right."""
+    if isinstance(value, str):
         raise UsageError(f"`{name}` wants a number, not the text `{value}`")
 
 
@@ -327,8 +334,7 @@ def _whole(value: Any) -> Any:
 
 def _count(n: Any) -> int:
     n = _whole(n)
-    if isinstance(n, str):
-        raise UsageError(f"`n` wants a number, not the text `{n}`")
+    _refuse_quoted("n", n)
     if type(n) is not int or not 1 <= n <= MAX_COMPLETIONS:
         raise UsageError(f"`n` cannot be `{n}`: it wants a number from 1 to {MAX_COMPLETIONS}")
     return n

@@ -212,17 +212,22 @@ def _longest(given: Iterable[Any]) -> int:
     return max((weigh(one) for one in given), default=0)
 
 
+def _widest(given: Iterable[Any]) -> int:
+    """What is set in or put between: so many blanks, or a text."""
+    return max(_largest(given), _longest(given))
+
+
 def _padded(value: Any, given: list[Any]) -> int:
     return weigh(value) + _largest(given)
 
 
 def _by_line(value: Any, given: list[Any]) -> int:
     lines = 1 + value.count("\n") if isinstance(value, str) else 1
-    return weigh(value) + lines * max(_largest(given), _longest(given))
+    return weigh(value) + lines * _widest(given)
 
 
 def _by_character(value: Any, given: list[Any]) -> int:
-    return weigh(value) * max(1, _largest(given), _longest(given))
+    return weigh(value) * max(1, _widest(given))
 
 
 def _by_tab(value: Any, given: list[Any]) -> int:
@@ -259,7 +264,7 @@ def _flat(given: Iterable[Any]) -> list[Any]:
 
 
 def _as_json(value: Any, given: list[Any]) -> int:
-    return weigh(value, more=_longest(given), indent=max(_largest(given), _longest(given)))
+    return weigh(value, more=_longest(given), indent=_widest(given))
 
 
 def _as_text(value: Any, given: list[Any]) -> int:
