@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,15 @@ def test_a_bad_line_keeps_its_name():
     """Guards: an error that cannot be joined to its input."""
     assert parse(3, b'{"custom_id": "mine", "prompt": "\\ud800"}').custom_id == "mine"
     assert parse(3, b'{"custom_id": "\\ud800", "prompt": "a"}').custom_id == "line-3"
+
+
+def test_a_line_may_be_as_deep_as_it_likes():
+    """Guards: one that is just not too deep to be read, and too deep to be written again."""
+    said = set()
+    for depth in range(500, sys.getrecursionlimit() + 10):
+        raw = b'{"custom_id": "mine", "prompt": "a", "x": ' + b"[" * depth + b"]" * depth + b"}"
+        said.add((parse(3, raw).error or "")[:8])
+    assert said == {"", "not JSON"}
 
 
 @pytest.mark.parametrize(("raw", "message"), BAD_LINES.items(), ids=range(len(BAD_LINES)))
