@@ -87,7 +87,7 @@ class DraftPolicy:
         self._next_size = 0
         self._blocks = 0
         self._tempted = False  # there were guesses
-        self._passed_over: _Offer | None = None  # the last guesses that were said not to pay
+        self._passed_over: Offer | None = None  # the last guesses that were said not to pay
         self._untried, self._trial_after = 0, FIRST_TRIAL
         self._asks = self._idle = 0  # in a run ahead, and since one was in vain
 
@@ -103,8 +103,8 @@ class DraftPolicy:
 
         region: what kind of text this is ("tool" inside a tool call); chances are kept apart.
         """
-        offer = self._choose(drafter, tokens, room, region)
-        return [] if offer is None else self._give(offer, tokens)
+        offer = self.choose(drafter, tokens, room, region)
+        return [] if offer is None else self.give(offer, tokens)
 
     def wants(
         self, drafter: Drafter, tokens: Sequence[int], room: int, region: str = "prose"
@@ -116,7 +116,7 @@ class DraftPolicy:
         self._asks += 1
         if self._idle >= IDLE and self._asks % 2:
             return False
-        wanted = self._choose(drafter, tokens, room, region) is not None
+        wanted = self.choose(drafter, tokens, room, region) is not None
         self._idle = 0 if wanted else self._idle + 1
         return wanted
 
@@ -160,9 +160,9 @@ class DraftPolicy:
 
     # -- deciding ----------------------------------------------------------------------------------
 
-    def _choose(
+    def choose(
         self, drafter: Drafter, tokens: Sequence[int], room: int, region: str
-    ) -> _Offer | None:
+    ) -> Offer | None:
         """The offer to take, if any."""
         if self._by_rule:
             self._known = Experience()  # what earlier text showed depends on which was read here
@@ -196,7 +196,7 @@ class DraftPolicy:
         self._passed_over = best
         return probe
 
-    def _due_trial(self, offer: _Offer) -> _Offer | None:
+    def _due_trial(self, offer: Offer) -> Offer | None:
         """Now and then one guess that is likely right and yet said not to pay: a list of prices
         that is wrong is found out by that alone. Ever more rarely, as each one confirms the list.
         """
@@ -209,7 +209,7 @@ class DraftPolicy:
         return offer
 
     @staticmethod
-    def _chance(offer: _Offer) -> float:
+    def _chance(offer: Offer) -> float:
         return offer.chances.first
 
     @property
@@ -223,7 +223,7 @@ class DraftPolicy:
             f"here, and a first guess is right {100 * self._chance(offer):.0f} % of the time"
         )
 
-    def _offer(self, part: Drafter, tokens: Sequence[int], room: int, region: str) -> _Offer | None:
+    def _offer(self, part: Drafter, tokens: Sequence[int], room: int, region: str) -> Offer | None:
         """What a part has to offer: a free one is asked, of a costly one all is expectation."""
         place = self._known.place(part, region, len(tokens))
         room = int(min(room, part.max_drafts))
@@ -232,16 +232,16 @@ class DraftPolicy:
         if not part.is_free:
             fixed, each = place.times.line
             plain = self.costs.plain.value or 1.0
-            offer = _Offer(part, place, place.chances, None, fixed / plain, each / plain)
+            offer = Offer(part, place, place.chances, None, fixed / plain, each / plain)
             return self._valued(offer, room)
         drafts = part.propose(tokens, room)
         if not drafts:
             return None
         chances = place.sure(part.confidence)
         self._watch(tokens, drafts, place, place.about(part.confidence, False))
-        return self._valued(_Offer(part, place, chances, drafts), len(drafts))
+        return self._valued(Offer(part, place, chances, drafts), len(drafts))
 
-    def _valued(self, offer: _Offer, most: int) -> _Offer:
+    def _valued(self, offer: Offer, most: int) -> Offer:
         """With the best number of guesses and what they gain; pinned: all, and how many hold."""
         if self._pinned is None:
             offer.k, offer.gain = self._best(offer.chances, most, offer.fixed, offer.each)
@@ -267,7 +267,7 @@ class DraftPolicy:
                 break  # not even if all the others were kept and free
         return best, best_gain
 
-    def _due_probe(self, offers: list[_Offer], room: int, forgone: float = 0.0) -> _Offer | None:
+    def _due_probe(self, offers: list[Offer], room: int, forgone: float = 0.0) -> Offer | None:
         """Now and then a few guesses of a costly part that did not pay, or that another one beat,
         which would gain `forgone` tokens: ever more rarely."""
         for offer in offers if self.costs.known else ():
@@ -280,7 +280,7 @@ class DraftPolicy:
                 return offer
         return None
 
-    def _give(self, offer: _Offer, tokens: Sequence[int]) -> list[int]:
+    def give(self, offer: Offer, tokens: Sequence[int]) -> list[int]:
         """The guesses to feed. A costly part is asked now, and how sure it is counts as well."""
         part, drafts, k = offer.part, offer.drafts, offer.k
         if offer.is_probe:
@@ -297,7 +297,7 @@ class DraftPolicy:
         self.source = part.name
         return drafts[:k]
 
-    def _ask(self, offer: _Offer, tokens: Sequence[int]) -> list[int]:
+    def _ask(self, offer: Offer, tokens: Sequence[int]) -> list[int]:
         part, begin = offer.part, self._clock()
         drafts = part.propose(tokens, offer.k)
         took = self._clock() - begin
@@ -437,7 +437,7 @@ class _Place:
 
 
 @dataclass(slots=True)
-class _Offer:
+class Offer:
     """A part of the drafter, its guesses (None: not asked yet), how many to feed, and what they
     would gain, in tokens. fixed, each: what a draft, and each guess of it, takes still, in plain
     tokens."""

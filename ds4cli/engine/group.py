@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ds4cli.arrays import integers
-from ds4cli.drafters.sharing import RoundCosts, is_worth_stopping, share
 from ds4cli.engine.engine import Engine
 from ds4cli.engine.generation import Event
+from ds4cli.engine.guesses import Guesses
 from ds4cli.engine.session import Session, Step, accepted_drafts
 from ds4cli.errors import ModelError
 from ds4cli.rewind.timeline import Timeline
@@ -270,8 +270,8 @@ class Lane:
         if following in session.engine.stop_ids:
             self.forget()
         elif self._open:
-            may = self._may_run_ahead
-            self._runs_ahead = may and not self._group.wants(session, following, self._reply.end)
+            wants, may = self._group.guesses.wants, self._may_run_ahead
+            self._runs_ahead = may and not wants(session, following, self._reply.end)
         return step
 
     def waits_for(self, picks: Picks) -> bool:
@@ -309,10 +309,7 @@ class Group:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.lanes: list[Lane] = []
-        self._clock = clock
-        self._costs = RoundCosts()
-        # When the last call was made, its lanes, rows, and lengths of blocks.
-        self._round: tuple[float, int, int, int] | None = None
+        self.guesses = Guesses(self.lanes, clock)
         self._hooks = engine.lanes()
         self._warn = warn
         self.is_apart = False  # one after the other, because calls for all fail
@@ -326,7 +323,7 @@ class Group:
     def join(self, session: Session, **limits: Any) -> Lane:
         """Write a reply from where `session` stands, among the others. limits: as for
         `Session.stream`. The session is the lane's until its events have ended, or `leave`."""
-        self._round = None  # more was done in it: a prompt was read
+        self.guesses.interrupt()  # a prompt was read
         lane = Lane(self, session, limits)
         self.lanes.append(lane)
         return lane
@@ -354,7 +351,7 @@ class Group:
         for session, timeline, feed, own in zip(sessions, timelines, feeds, kept, strict=True):
             timeline.commit(len(feed))
             session.recording = own
-        self._round = None
+        self.guesses.interrupt()
         return sum(map(len, feeds))
 
     # -- one call ---------------------------------------------------------------------------------
@@ -365,7 +362,7 @@ class Group:
         if self.is_apart:
             self._call_each(due)
         elif due:
-            self._time(due)
+            self.guesses.begin(due)
             try:
                 self._open(due)
             except Exception as error:  # what one lane brought about, or all together
@@ -374,7 +371,7 @@ class Group:
     def _due(self) -> list[Lane]:
         """The lanes that need a block, with the guesses that it carries."""
         due = [lane for lane in self.lanes if lane.is_due()]
-        self._guess([lane for lane in due if lane.knows_next])
+        self.guesses.make([lane for lane in due if lane.knows_next])
         return [lane for lane in due if not lane.has_step]
 
     def _open(self, due: Sequence[Lane]) -> None:
@@ -434,57 +431,6 @@ class Group:
                 lane.fail(error)
                 failed += 1
         return failed
-
-    # -- guesses ----------------------------------------------------------------------------------
-
-    def _time(self, due: Sequence[Lane]) -> None:
-        """A round begins: the one before, if nothing else was done in it, says what rounds cost."""
-        now = self._clock()
-        if self._round is not None:
-            begin, lanes, rows, lengths = self._round
-            self._costs.observe(lanes, rows, lengths, now - begin)
-        sizes = [lane.size for lane in due]
-        is_whole = len(due) == len(self.lanes)
-        self._round = (now, len(due), sum(sizes), len({*sizes})) if is_whole else None
-
-    def _shares_out(self, session: Session) -> bool:
-        """Whether it is decided here, not by the session, if guesses pay."""
-        policy = session.policy
-        is_shared = len(self.lanes) > 1 and session.is_drafting
-        return is_shared and policy.chooses and policy.runs_ahead
-
-    def _guess(self, lanes: Sequence[Lane]) -> None:
-        """Give lanes that know their next token the guesses that pay."""
-        offers: list[tuple[Lane, list[int], list[float]]] = []
-        for lane in lanes:
-            try:
-                is_shared = self._shares_out(lane.session)
-                drafts, chances = lane.offer(is_shared)
-            except Exception as error:
-                lane.fail(error)
-                continue
-            if not is_shared:
-                lane.guess(drafts)
-            elif drafts:
-                offers.append((lane, drafts, chances))
-        if not offers or not self._costs.plain(len(self.lanes)):
-            return
-        fed = share(self._costs, len(self.lanes), [chances for *_, chances in offers])
-        if not any(fed):
-            self._costs.forget()
-        for (lane, drafts, _), k in zip(offers, fed, strict=True):
-            lane.session.stats.parked += not k
-            lane.guess(drafts[:k])
-
-    def wants(self, session: Session, token: int, end: int | None) -> bool:
-        """Whether a lane is to stop running ahead, to feed guesses behind `token`."""
-        if not self._shares_out(session):
-            return session.wants(token, end)
-        left = None if end is None else end - session.pos
-        if not self._costs.plain(len(self.lanes)):
-            return False
-        _, chances = session.offer(token, left)
-        return is_worth_stopping(self._costs, len(self.lanes), chances)
 
 
 def _evaluate(timelines: list[Timeline], picks: mx.array) -> None:
