@@ -26,6 +26,7 @@ END_PASTE = b"\x1b[?2004l"  # what a prompt has switched on
 
 _found_modes: list[Any] | None = None  # of the terminal, when the program began
 _before_end: list[Callable[[], None]] = []
+_hints: list[Callable[[], str | None]] = []
 
 
 class Program:
@@ -147,6 +148,16 @@ def before_end(tidy: Callable[[], None]) -> Iterator[None]:
         _before_end.remove(tidy)
 
 
+@contextlib.contextmanager
+def hinting(hint: Callable[[], str | None]) -> Iterator[None]:
+    """Should `fail_now` end the process inside the block, this is its hint."""
+    _hints.append(hint)
+    try:
+        yield
+    finally:
+        _hints.remove(hint)
+
+
 def die(number: int, frame: FrameType | None = None) -> None:
     """End the process by a signal, when what is being written is whole."""
     if Whole.waits(number):
@@ -174,7 +185,7 @@ def fail_now(message: str) -> None:
     try:
         with contextlib.suppress(OSError, termios.error):
             _restore_terminal()
-        terminal.fail(message)
+        terminal.fail(message, next(filter(None, (hint() for hint in _hints)), None))
         _tidy()
     finally:  # whoever read what is said may have gone
         os._exit(1)

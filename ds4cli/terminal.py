@@ -30,11 +30,20 @@ if TYPE_CHECKING:
     from ds4cli.engine.session import Stats
 
 
+PIPE_COLUMNS = 10_000
+
+
 class SafeConsole(Console):
     """A console whose texts cannot steer the terminal: no markup, and hidden characters escaped."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, highlight=False, emoji=False, **options)
+
+    @property
+    def options(self) -> ConsoleOptions:
+        """Those of the screen; in a pipe a row of a table is one line."""
+        found = super().options
+        return found if self.file.isatty() else found.update_width(PIPE_COLUMNS)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Escaped before it is measured, so that tables stay in line."""
@@ -99,10 +108,29 @@ def printable(text: str, stream: TextIO) -> str:
     return visible(text) if stream.isatty() else text
 
 
+class Cursor:
+    """Whether the screen's cursor stands behind a piece of a reply, which ends with no newline."""
+
+    is_in_line = False
+
+    @classmethod
+    def follow(cls, text: str) -> None:
+        """`text` has been written to stdout."""
+        if text:
+            cls.is_in_line = not text.endswith("\n") and sys.stdout.isatty()
+
+    @classmethod
+    def to_new_line(cls) -> None:
+        """What is said about a reply begins in a line of its own."""
+        if cls.is_in_line:
+            write("\n")
+
+
 def write(text: str) -> None:
     """`text` on stdout, at once."""
     sys.stdout.write(printable(text, sys.stdout))
     sys.stdout.flush()
+    Cursor.follow(text)
 
 
 def write_styled(pieces: Iterable[tuple[str, str]]) -> None:
@@ -110,6 +138,7 @@ def write_styled(pieces: Iterable[tuple[str, str]]) -> None:
     colours = COLOR_SYSTEMS.get(out.color_system or "")
     for text, style in pieces:
         sys.stdout.write(out.get_style(style).render(text, color_system=colours) if style else text)
+        Cursor.follow(text)
     sys.stdout.flush()
 
 
@@ -120,6 +149,7 @@ def show(text: str) -> None:
 
 def note(text: str) -> None:
     """One dim line on stderr."""
+    Cursor.to_new_line()
     err.print(text, style="dim", soft_wrap=True)
 
 
@@ -131,6 +161,7 @@ def notes(lines: Iterable[str]) -> None:
 
 def fail(message: str, hint: str | None = None) -> None:
     """An error as one line on stderr, and its hint as another."""
+    Cursor.to_new_line()
     for label, style, text in (("error", "bold red", message), ("hint", "cyan", hint)):
         if text:
             err.print(f"{label}:", style=style, end=" ")

@@ -8,6 +8,7 @@ import gc
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 
 import fake_engine
 import pytest
+import rich.table
 import tomli
 from fake_engine import FakeEngine, FakeSession
 from rich.console import Console
@@ -450,6 +452,46 @@ def test_prefill_progress_on_a_terminal_only(monkeypatch, animated):
         for done in (64, 128, 256):
             bar(done, 256)
     assert ("256/256" in stream.getvalue()) is animated
+
+
+class Screen(io.StringIO):
+    """A terminal that both streams write to."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("say", [terminal.note, terminal.fail])
+def test_what_is_said_in_the_middle_of_a_reply_has_its_own_line(monkeypatch, say):
+    """Guards: `The answer iserror: rank 1 is gone`, or an empty line behind a reply that ended."""
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(terminal, "err", terminal.SafeConsole(file=screen, width=80))
+    terminal.write("The answer is")
+    say("gone")
+    terminal.write_styled([("so", ""), (" it is\n", "bold")])
+    say("gone")
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", screen.getvalue()).replace("error: ", "")
+    assert shown.splitlines() == ["The answer is", "gone", "so it is", "gone"]
+
+
+def test_a_pipe_gets_no_newline_of_ours(monkeypatch):
+    """Guards: a reply in a file with a line break that the model never wrote."""
+    pipe = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", pipe)
+    terminal.write("The answer is")
+    terminal.note("gone")
+    assert pipe.getvalue() == "The answer is"
+
+
+def test_a_table_in_a_pipe_has_a_line_a_row():
+    """Guards: `/turns | grep` that finds halves of rows."""
+    pipe = io.StringIO()
+    table = rich.table.Table.grid()
+    table.add_row("word " * 60, "end")
+    terminal.SafeConsole(file=pipe).print(table)
+    assert pipe.getvalue().count("\n") == 1
+    assert terminal.SafeConsole(file=Screen()).options.max_width < 1000
 
 
 # --- how it ends --------------------------------------------------------------------------------

@@ -146,3 +146,14 @@ print("begin", flush=True)
 from ds4cli.cli import app
 app()
 """
+
+
+def test_a_failure_says_what_is_kept(monkeypatch, capsys):
+    """Guards: a chat that is ended by a lost rank, and nothing said about where it is."""
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    monkeypatch.setattr(signals.Whole, "no_more", lambda: None)
+    with signals.hinting(lambda: None), signals.hinting(lambda: "it is kept"):
+        signals.fail_now("rank 1 is gone")
+    signals.fail_now("rank 2 is gone")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["error: rank 1 is gone", "hint: it is kept", "error: rank 2 is gone"]

@@ -93,8 +93,8 @@ class BatchProgress:
             f"{tally.done:,}{of} done",
             f"{tally.failed:,} failed" if tally.failed else "",
             f"{tally.lanes} at a time" if tally.lanes > 1 else "",
-            f"{_rate(tally.generated / self.seconds)} tok/s",
-            f"{tally.cached_share:.0%} of prompts cached",
+            f"{_rate(tally.generated / self.seconds)} tok/s" if tally.generated else "",
+            f"{tally.cached_share:.0%} of prompts cached" if tally.prompt_tokens else "",
         ]
         return ", ".join(part for part in parts if part)
 

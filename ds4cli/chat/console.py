@@ -91,8 +91,18 @@ class Chat:
             if self.request.with_cache or shelf.cache_of(path).exists():
                 self.save_state(path)
             if self.reader.is_interactive:
-                self.note(f"saved as `{path.stem}`; `ds4cli chat -c` goes on")
+                self.note(f"saved as {self.way_back}")
         conversation.close()
+
+    @property
+    def way_back(self) -> str | None:
+        """Where the chat is kept; None where it is not."""
+        kept = self.conversation.journal
+        return None if kept is None else f"`{kept.path.stem}`; `ds4cli chat -c` goes on"
+
+    def kept_hint(self) -> str | None:
+        """What is not lost if the process is to end now."""
+        return self.way_back and f"the chat is kept as {self.way_back}"
 
     # -- talking ----------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ def run(
     chat = Chat(engine, request, settings, tools)
     chat.reader = make_reader(chat)
     try:
-        with signals.interrupts_raised(), chat.reader:
+        with signals.interrupts_raised(), signals.hinting(chat.kept_hint), chat.reader:
             chat.begin()
             talk(chat)
     except prompt.Leave:

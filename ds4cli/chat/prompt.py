@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import os
+import select
 import signal
 import sys
 import time
@@ -249,12 +250,20 @@ class TerminalReader:
     def read(self, default: str = "") -> str:
         """The next message. EOFError on Ctrl-D, Leave on Ctrl-C twice."""
         self.was_interrupted = False
+        if default and _is_typed():
+            default += "\n"
         while True:
             try:
                 return _clean(self._session.prompt(default=default, handle_sigint=False))
             except KeyboardInterrupt:
                 self._twice.press(self._session.default_buffer.text)
                 default = ""
+
+
+def _is_typed() -> bool:
+    """Whether keys wait that were typed before there was a prompt: they are no part of a message
+    that comes back into the line."""
+    return bool(select.select([0], [], [], 0)[0])
 
 
 def _clean(typed: str) -> str:
