@@ -19,7 +19,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     ("errors", "escapes", "backend.disk", "help"),
     ("drafters.registry", "atomic"),
-    ("settings", "tokens", "arrays", "models.mlx_lm", "terminal", "ranks.number"),
+    ("settings", "tokens", "arrays", "models.mlx_lm", "models.parts", "terminal", "ranks.number"),
     ("signals",),
     ("appended",),
     ("backend", "text", "hooks", "models"),

@@ -14,7 +14,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from ds4cli.errors import ModelError, UsageError
-from ds4cli.hooks import last_row
 from ds4cli.models import adapters, sharding, source
 from ds4cli.models.sharding import PIPELINE, TENSOR, Share
 from ds4cli.models.weights import load_weights
@@ -123,15 +122,15 @@ def test_all_files_where_every_rank_reads_them(hub):
 
 def test_the_projection_is_kept_for_a_head():
     """Guards: a head that looks at half of the vocabulary; memory for one that is not wanted."""
-    for keeps in (last_row.NAMES, ()):
+    for keeps in (True, False):
         text = {**tiny.CFG["qwen3_5"]["text_config"], "vocab_size": 98}
         model, rows = tiny.build("qwen3_5", text_config=text), 98
-        share = Share(Comm(0), keeps=keeps)
+        share = Share(Comm(0), keeps_output=keeps)
         share.take(model, {}, "m")
         assert model.language_model.lm_head.weight.shape[0] == rows // 2
-        assert (share.output is not None) == bool(keeps)
+        assert (share.output is not None) == keeps
         assert share.output is None or share.output.weight.shape[0] == rows
-    share = Share(Comm(0), keeps=last_row.NAMES)
+    share = Share(Comm(0), keeps_output=True)
     share.take(tiny.build("llama"), {}, "m")
     assert share.output is None  # it is whole anyway
 

@@ -11,12 +11,9 @@ import mlx.nn as nn
 from ds4cli.arrays import number
 from ds4cli.caches import build_caches
 from ds4cli.errors import ModelError
-from ds4cli.hooks.last_row import NAMES as HEADS
 from ds4cli.hooks.taps import Taps
-from ds4cli.models.weights import EMBEDDINGS, embedding_rows
+from ds4cli.models import parts
 
-# What mlx-lm's models call it.
-NORMS = ("norm", "final_layernorm", "embedding_norm", "norm_f", "ln_f")
 # Largest difference from the model's own logits, as a share of their size.
 TOLERANCE = {mx.float32: 1e-4}
 HALF_TOLERANCE = 3e-2
@@ -38,15 +35,13 @@ class Target:
         self.model = model
         self._read = read or self._read_alone
         self.num_layers = len(model.layers)
-        rows = embedding_rows(model)
+        rows = parts.embedding_rows(model)
         if rows is None:
             raise ModelError("the target has no token embedding under a name known to ds4cli")
         self.vocab_size = rows
-        modules = sorted(model.named_modules(), key=lambda item: item[0].count("."))
-        self._embedding = _named(modules, EMBEDDINGS, "token embedding")
-        self._norm = _named(modules, NORMS, "final norm")
-        heads = [m for path, m in modules if path.rsplit(".", 1)[-1] in HEADS]
-        self._head = output or (heads[0] if heads else self._embedding.as_linear)
+        self._embedding = _part(model, parts.EMBEDDINGS, "token embedding")
+        self._norm = _part(model, parts.NORMS, "final norm")
+        self._head = output or parts.output(model) or self._embedding.as_linear
         self.hidden_size = self._embedding(mx.array([0])).shape[-1]
 
     def embed(self, ids: mx.array) -> mx.array:
@@ -82,9 +77,9 @@ class Target:
         return self.model(mx.array([[*tokens]]), cache=build_caches(self.model, 0))[0]
 
 
-def _named(modules: list[tuple[str, nn.Module]], names: tuple[str, ...], what: str) -> nn.Module:
+def _part(model: nn.Module, names: Sequence[str], what: str) -> nn.Module:
     """The outermost module with one of these names."""
-    found = [m for path, m in modules if path.rsplit(".", 1)[-1] in names]
-    if not found:
+    found = next(parts.named(model, names), None)
+    if found is None:
         raise ModelError(f"the target has no {what} under a name known to ds4cli")
-    return found[0]
+    return found

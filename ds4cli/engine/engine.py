@@ -29,11 +29,13 @@ from ds4cli.engine.capabilities import Capabilities, survey
 from ds4cli.engine.scores import Spelling
 from ds4cli.engine.session import Session
 from ds4cli.errors import ModelError, StateError, UsageError
-from ds4cli.hooks import cuda, delta, last_row
+from ds4cli.hooks import cuda, delta
 from ds4cli.hooks.cuda import attention, recurrences
+from ds4cli.hooks.last_row import Projections
 from ds4cli.hooks.taps import Taps
 from ds4cli.lanes import Lanes
 from ds4cli.models import adapters, sharding
+from ds4cli.models.parts import embedding_rows
 from ds4cli.models.sharding import Share
 from ds4cli.models.source import Source, check_type, find, locate
 from ds4cli.models.tokenizers import (
@@ -43,7 +45,7 @@ from ds4cli.models.tokenizers import (
     load_tokenizer,
     read_template,
 )
-from ds4cli.models.weights import embedding_rows, is_float32, load_weights
+from ds4cli.models.weights import is_float32, load_weights
 from ds4cli.rewind.timeline import Limits, Timeline
 from ds4cli.sampling import Sampler, check_bias
 from ds4cli.settings import Settings, cache_folder
@@ -60,8 +62,10 @@ EXPECTED_TOKENS = 8192
 
 @dataclass(frozen=True)
 class Armed:
-    """What was attached to a model's own modules, once: recording, chunked rule, head."""
+    """What was attached to a model's own modules, once: recording, and other forms of what is slow
+    here."""
 
+    projections: Projections
     recorder: Recorder | None
     notices: list[str]
     refusal: str = ""  # why the recurrences are not replayed
@@ -71,11 +75,10 @@ class Armed:
         """Arm `model`, or return what armed it before: engines may share one model."""
         armed = getattr(model, "ds4cli_armed", None)
         if armed is None:
-            last_row.arm(model)
             attention.use(model)
             delta.use_chunked(model)
             recurrences.use(model)
-            armed = cls(*_recorder(model))
+            armed = cls(Projections(model), *_recorder(model))
             model.ds4cli_armed = armed
         return armed
 
@@ -218,7 +221,7 @@ class Engine(Vocabulary):
         before_weights(vocabulary)
         address_space.check(source.shards.nbytes)
         if share is not None and head_source is not None:
-            share.keeps = last_row.NAMES
+            share.keeps_output = True
         weights, more = load_weights(source, chosen.dtype, share, adapter)
         draft, of_draft = _draft_model(draft_source, chosen)
         notices += more + of_draft
@@ -419,10 +422,12 @@ class Engine(Vocabulary):
         make = make or self._make_timeline
         settings = self.settings
         head = self._head if model is self.model else None
+        armed = Armed.of(model)
         return make(
             model,
-            Armed.of(model).recorder,
+            armed.recorder,
             self._limits,
+            projections=armed.projections,
             kv_bits=settings.kv_bits,
             kv_group_size=settings.kv_group_size,
             taps=None if head is None else Taps.arm(model, head.taps),

@@ -17,7 +17,8 @@ Every D is a running product of gates, never a quotient of two: no decay, howeve
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
+from inspect import unwrap
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -216,15 +217,19 @@ def _switched(cls: type, on_cuda: bool) -> type:
         """mlx-lm's `gated_delta_update` with another loop inside."""
         ops = update.__globals__["gated_delta_ops"]
 
+        @wraps(ops)
         def gated_delta_ops(q, k, v, g, beta, state=None, mask=None):
-            if not on_cuda and k.shape[1] < MIN_ROWS:  # every plain token: no more questions
-                return ops(q, k, v, g, beta, state, mask)
             run = _form(k.shape[1], k.shape[-1], on_cuda) or ops
             return run(q, k, v, g, beta, state, mask)
 
         return with_globals(update, {**update.__globals__, "gated_delta_ops": gated_delta_ops})
 
     return rebound(cls, {"gated_delta_update": switched})
+
+
+def of_one_row(recurrence: Callable) -> Callable:
+    """What `recurrence`, switched or not, comes to for one row: without asking at every token."""
+    return recurrence if cuda.is_on() else unwrap(recurrence)
 
 
 def _form(rows: int, dim: int, on_cuda: bool) -> Callable | None:

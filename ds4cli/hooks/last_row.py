@@ -1,8 +1,8 @@
 """Computing one logits row of a long call, or one of each text in it, instead of all of them.
 
 A prefill chunk needs its caches and, for a checkpoint, its last row; the output projection of the
-other rows is a good part of the work where the vocabulary is large. The model's own projection
-instance gets a subclass that, inside `only()`, looks at the rows that are wanted.
+other rows is a good part of the work where the vocabulary is large. Inside `only()` the model's own
+projection instance has a subclass that looks at the rows that are wanted; a step never meets it.
 """
 
 from __future__ import annotations
@@ -10,46 +10,51 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ds4cli.hooks.rebind import Swaps, derived
-
-# What mlx-lm's models call their output projection when it is not the tied embedding.
-NAMES = ("lm_head", "output", "embed_out")
+from ds4cli.hooks.rebind import derived
+from ds4cli.models import parts
 
 LAST = (-1,)
 
+# Of this thread: another one may call the model meanwhile, and gets all rows.
 _wanted: ContextVar[Sequence[int] | None] = ContextVar("ds4cli_wanted_rows", default=None)
 
 
-@contextmanager
-def only(rows: Sequence[int] = LAST) -> Iterator[None]:
-    """Armed models called in here return these logits rows only, (1, len(rows), V)."""
-    token = _wanted.set(rows)
-    try:
-        yield
-    finally:
-        _wanted.reset(token)
+class Projections:
+    """Where a model makes its logits: the output projection, or an embedding used as one. A model
+    that has neither under a known name returns all rows."""
+
+    def __init__(self, model: nn.Module):
+        output = parts.output(model)
+        found = [] if output is None else [(output, "__call__")]
+        found += [(m, "as_linear") for m in model.modules() if hasattr(m, "as_linear")]
+        # A class of its own, as it was: whoever ends `only` gives that one back, in any order.
+        self._modules = [(m, type(m), _slicing(type(m), method)) for m, method in found]
+
+    @contextmanager
+    def only(self, rows: Sequence[int] = LAST) -> Iterator[None]:
+        """Calls of the model in here return these logits rows only, (1, len(rows), V)."""
+        token = _wanted.set(rows)
+        try:
+            for module, _, slicing in self._modules:
+                module.__class__ = slicing
+            yield
+        finally:
+            for module, own, _ in self._modules:
+                module.__class__ = own
+            _wanted.reset(token)
 
 
-def arm(model: nn.Module) -> Swaps:
-    """Let `model` obey `only`. A model whose projection has another name returns all rows."""
-    swaps = Swaps()
-    for path, module in model.named_modules():
-        if path.rsplit(".", 1)[-1] in NAMES:
-            swaps.swap(module, _slicing(type(module), "__call__"))
-        elif hasattr(module, "as_linear"):
-            swaps.swap(module, _slicing(type(module), "as_linear"))
-    return swaps
-
-
+@cache
 def _slicing(cls: type, method: str) -> type:
     projection = getattr(cls, method)
 
-    def wanted_or_all(self: Any, x: Any) -> Any:
+    def wanted_or_all(self: Any, x: mx.array) -> mx.array:
         rows = _wanted.get()
         if rows is not None:
             x = x[:, -1:] if rows is LAST else x[:, mx.array([*rows])]

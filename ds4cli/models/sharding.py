@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ds4cli.arrays import integer
 from ds4cli.errors import UsageError
+from ds4cli.models import parts
 from ds4cli.settings import Settings
 
 TENSOR, PIPELINE = "tensor-parallel", "pipeline"
@@ -22,13 +23,13 @@ KV_HEADS = "num_key_value_heads"
 @dataclass
 class Share:
     """One rank's part. how: "tensor-parallel", "pipeline", or empty: what the model's code has.
-    keeps: names that models give to their output projection, if a drafting head may need all of it;
-    output: that, where the model itself has only a part of it now."""
+    keeps_output: whether a drafting head may need the whole output projection; output: that, where
+    the model itself has only a part of it now."""
 
     comm: mx.distributed.Group
     how: str = ""
-    keeps: Sequence[str] = ()
-    output: Any = None
+    keeps_output: bool = False
+    output: nn.Module | None = None
 
     @property
     def size(self) -> int:
@@ -54,7 +55,7 @@ class Share:
         how = self.of(model)
         if how == TENSOR:
             _check_heads({**config, **config.get("text_config", {})}, self.size, name)
-        whole = self._output(model)
+        whole = parts.output(model) if self.keeps_output else None
         try:
             if how == TENSOR:
                 model.shard(self.comm)
@@ -62,13 +63,8 @@ class Share:
                 model.model.pipeline(self.comm)
         except (ValueError, AssertionError) as error:
             raise UsageError(f"`{name}` is not for {self.size} ranks: {error}") from None
-        self.output = None if whole is self._output(model) else whole
+        self.output = None if whole is parts.output(model) else whole
         return how
-
-    def _output(self, model: Any) -> Any:
-        """The output projection; None where that is the embedding, or nobody needs it."""
-        named = model.named_modules()
-        return next((m for path, m in named if path.rsplit(".", 1)[-1] in self.keeps), None)
 
     def all(self, holds: bool) -> bool:
         """Whether something holds on every rank. All have to ask."""

@@ -19,11 +19,6 @@ from ds4cli.models.sharding import Share
 from ds4cli.models.shards import PATTERN
 from ds4cli.models.source import Source, unsupported_hint
 
-# What mlx-lm's models call the table of their tokens' vectors.
-EMBEDDINGS = (
-    "embed_tokens", "tok_embeddings", "token_embeddings", "word_embeddings", "embeddings",
-    "embedding", "embed", "embed_in", "wte",
-)  # fmt: skip
 # Share of the free memory that float32 weights may take on a CPU before we keep them as stored.
 FLOAT32_MEMORY_SHARE = 0.6
 
@@ -151,10 +146,3 @@ def unpack(module: Any, dtype: mx.Dtype) -> None:
     module.set_dtype(dtype)  # scales first, so that unpacking rounds nothing
     dequantize_model(module)
     module.set_dtype(dtype)  # formats without scales of that type unpack to another
-
-
-def embedding_rows(model: Any) -> int | None:
-    """How many token ids the model's embedding holds; None where none has a known name."""
-    modules = sorted(model.named_modules(), key=lambda item: item[0].count("."))
-    named = (m for path, m in modules if path.rsplit(".", 1)[-1] in EMBEDDINGS)
-    return next((m.weight.shape[0] for m in named if "weight" in m), None)

@@ -19,7 +19,7 @@ from typing import Any
 import mlx.core as mx
 
 from ds4cli.errors import RankError, StateError
-from ds4cli.models.weights import embedding_rows
+from ds4cli.models.parts import embedding_rows
 from ds4cli.ranks.group import Following, Group, Leading
 from ds4cli.rewind import storage
 from ds4cli.rewind.plan import RewindPlan

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from ds4cli.arrays import integers
 from ds4cli.backend import memory
 from ds4cli.caches import LayerAdapter, build_caches
 from ds4cli.errors import StateError
-from ds4cli.hooks import last_row
+from ds4cli.hooks.last_row import LAST, Projections
 from ds4cli.hooks.taps import Taps
 from ds4cli.rewind import storage
 from ds4cli.rewind.checkpoints import Checkpoint, Checkpoints
@@ -118,8 +118,9 @@ class Timeline:
 
     model: an mlx-lm model, called as `model(tokens (1, n), cache=caches) -> logits (1, n, V)`.
     recorder: the armed tape recorder; None means that recurrent layers go back by feeding tokens.
-    taps: layers that a drafter reads. observer: called with the position and, per tapped layer, the
-    residual rows (n, H) of what was committed from there on. witness: called after each commit.
+    projections: what makes the last row of a long call alone; None makes all. taps: layers that a
+    drafter reads. observer: called with the position and, per tapped layer, the residual rows
+    (n, H) of what was committed from there on. witness: called after each commit.
     """
 
     def __init__(
@@ -130,10 +131,12 @@ class Timeline:
         *,
         kv_bits: int | None = None,
         kv_group_size: int = Settings.kv_group_size,
+        projections: Projections | None = None,
         taps: Taps | None = None,
     ):
         self.model = model
         self.recorder = recorder
+        self._projections = projections
         self.taps = taps
         self.observer: Callable[[int, list[mx.array]], None] | None = None
         self.witness: Witness | None = None
@@ -790,7 +793,7 @@ class Timeline:
     def _feed_chunk(self, tokens: list[int], record: bool) -> None:
         """One call of a feed: with its tape and all its rows, or with its last row only."""
         inner_every = self._inner_every(len(tokens))
-        with nullcontext() if record else last_row.only():
+        with nullcontext() if record else self.last_rows():
             logits = self.feed(tokens, record=record or inner_every > 0, inner_every=inner_every)
         self._logits_row_bytes = logits.shape[-1] * logits.dtype.size
         self.evaluate()
@@ -798,6 +801,11 @@ class Timeline:
         self.commit(len(tokens))
         if inner_every and block.tape is not None:
             self._checkpoint_inside(block, block.tape)
+
+    def last_rows(self, rows: Sequence[int] = LAST) -> AbstractContextManager[None]:
+        """Calls of the model in here make these logits rows only, (1, len(rows), V); all of them
+        where it is not known how it makes them."""
+        return nullcontext() if self._projections is None else self._projections.only(rows)
 
     def _inner_every(self, rows: int) -> int:
         """How far apart the checkpoints inside a call lie: 0 where there are none, because it is

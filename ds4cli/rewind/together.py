@@ -9,7 +9,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from ds4cli.hooks import last_row
 from ds4cli.lanes import Lanes
 from ds4cli.rewind.layers import Layers
 from ds4cli.rewind.timeline import Opening, Timeline
@@ -68,7 +67,7 @@ def _call(
             caches = [own.recurrent_caches for own in layers]
             tapes = [*around.enter_context(first.recorder.recording_lanes(caches, sizes))]
         if last:
-            around.enter_context(last_row.only([end - 1 for end in accumulate(sizes)]))
+            around.enter_context(first.last_rows([end - 1 for end in accumulate(sizes)]))
         logits, live = lanes.call(feeds, [own.caches for own in layers])
     tapes = [tape if t.recording else None for t, tape in zip(timelines, tapes, strict=True)]
     hidden = zip(*(_apart(x, sizes) for x in noted), strict=True) if noted else ((),) * len(sizes)

@@ -130,15 +130,18 @@ def _recorded_update(update: FunctionType) -> FunctionType:
 
 
 def _recorded(recurrence: Callable) -> Callable:
+    of_one_row = delta.of_one_row(recurrence)
+
     @wraps(recurrence)
     def record(q, k, v, g, beta, state=None, mask=None):
-        frame = frames.here.frame
+        frame, rows = frames.here.frame, k.shape[1]
+        run = of_one_row if rows == 1 else recurrence
         if frame is None:
-            return recurrence(q, k, v, g, beta, state, mask)
+            return run(q, k, v, g, beta, state, mask)
         data, size = (k, v, g, beta), frame.inner_every
-        if mask is not None or not 0 < size < k.shape[1]:
+        if mask is not None or not 0 < size < rows:
             frame.tracks[-1] += (DeltaRows(data),)
-            return recurrence(q, k, v, g, beta, state, mask)
+            return run(q, k, v, g, beta, state, mask)
         y, states = _in_pieces(recurrence, (q, *data), state, size)
         frame.add_state(DeltaRows(data, tuple(states[:-1])))
         return y, states[-1][1]
