@@ -509,7 +509,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
         message = f"config file `{path}` is not valid TOML: line {error.lineno}: {error.msg}"
         raise UsageError(message, _toml_hint(error)) from None
     except UnicodeDecodeError:
-        raise UsageError(f"config file `{path}` is not UTF-8 text") from None
+        raise UsageError(
+            f"config file `{path}` is not UTF-8 text", "save it as UTF-8; `--config` names another"
+        ) from None
 
 
 def _toml_hint(error: tomli.TOMLDecodeError) -> str:

@@ -29,6 +29,7 @@ from ds4cli.errors import DS4Error, UsageError
 from ds4cli.escapes import visible
 
 FORCE_HINT = "use another `--output`, or `--force` to go on with what differs"
+TAKEN_HINT = "wait for it, or name another `--output`"
 NO_RESULT_HINT = "name the output of the run to go on with"
 RESUME_HINT = "what is done stays: when it can be written, run the same command with `--resume`"
 
@@ -313,7 +314,7 @@ class _Log:
         try:
             self._file = Appended(self.path, 0o666, create)
         except Taken:
-            raise UsageError(f"another run is writing `{self.path}`") from None
+            raise UsageError(f"another run is writing `{self.path}`", TAKEN_HINT) from None
         except OSError as error:
             raise UsageError(f"cannot write `{self.path}`: {reason(error)}") from None
 

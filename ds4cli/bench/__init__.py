@@ -158,7 +158,10 @@ def _compared(old: report.Report, new: report.Report, request: BenchRequest) -> 
         terminal.note(f"not measured now: {row.scenario}, {row.case}, {row.way}")
     changes = measure.compare(old.rows, new.rows, request.tolerance)
     if not changes:
-        raise UsageError(f"`{request.compare}` has no row in common with this run")
+        raise UsageError(
+            f"`{request.compare}` has no row in common with this run",
+            "repeat what it measured: the same scenarios and contexts",
+        )
     is_data = request.output is None and request.form != "md"  # stdout belongs to a program
     (terminal.show if is_data else terminal.write)(report.changes(changes))
     return any(change.is_worse for change in changes)

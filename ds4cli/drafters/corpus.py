@@ -22,6 +22,7 @@ from ds4cli.drafters.links import Links, match_length
 from ds4cli.errors import UsageError
 
 FORMAT = "ds4cli corpus 1"
+NEW_FILE = "name a new file, or one that was made with `--corpus`"
 MOST_TOKENS = 1 << 17  # some 15 MB with the index
 # Tokens that two texts must share before one is continued with the other.
 ORDER = 4
@@ -162,14 +163,16 @@ def _read(path: Path, model: str) -> list[list[int]]:
             found = json.loads(line)
         except ValueError:
             if i == 0 or i < len(lines) - 1:
-                raise UsageError(f"`{path}` is no corpus of ds4cli: line {i + 1}") from None
+                raise UsageError(
+                    f"`{path}` is no corpus of ds4cli: line {i + 1}", NEW_FILE
+                ) from None
             continue
         if i == 0:
             _check_header(path, found, model)
         elif _is_text(found):
             texts.append(found)
         else:
-            raise UsageError(f"`{path}` is no corpus of ds4cli: line {i + 1}")
+            raise UsageError(f"`{path}` is no corpus of ds4cli: line {i + 1}", NEW_FILE)
     return texts
 
 
@@ -179,7 +182,7 @@ def _is_text(found: object) -> bool:
 
 def _check_header(path: Path, found: object, model: str) -> None:
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise UsageError(f"`{path}` is no corpus of ds4cli")
+        raise UsageError(f"`{path}` is no corpus of ds4cli", NEW_FILE)
     if found.get("model") != model:
         raise UsageError(
             f"the corpus `{path}` was made with another model", "name another file for this one"

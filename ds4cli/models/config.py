@@ -24,6 +24,8 @@ SAMPLING = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k"}
 # Fields of which a model, or a drafting head, has one or more.
 NAMES = {"model_type", "architectures", "speculators_model_type", "medusa_num_heads"}
 
+NO_TYPE_HINT = "is it the config.json of a language model?"
+
 
 def read(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """config.json with the end tokens that count, generation_config.json, and notices.
@@ -41,7 +43,7 @@ def read(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any], list[
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read `{path}`: {error}") from None
     if not NAMES & config.keys():
-        raise UsageError(f"`{path}` names no model_type")
+        raise UsageError(f"`{path}` names no model_type", NO_TYPE_HINT)
     generation, notices = generation_of(folder)
     if generation.get("eos_token_id"):
         config["eos_token_id"] = generation["eos_token_id"]

@@ -60,7 +60,9 @@ def find(folder: Path, name: str, only: Sequence[str] | None = None) -> Shards:
         named = []
     files = named or present
     if not files:
-        raise UsageError(f"`{name}` has no weights ({PATTERN})")
+        raise UsageError(
+            f"`{name}` has no weights ({PATTERN})", "is the download complete? GGUF is not read"
+        )
     extra = [file for file in present if file not in files]
     if extra and only is None:
         notices.append(f"left out of `{name}`, as `{INDEX}` does not name them: {_some(extra)}")

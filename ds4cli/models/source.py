@@ -128,7 +128,9 @@ def needs_code(what: str, where: str) -> UsageError:
 def check_type(source: Source) -> None:
     """UsageError for a type that mlx-lm has no code for, before the tokenizer is read."""
     if "model_type" not in source.config:
-        raise UsageError(f"`{source.folder / 'config.json'}` names no model_type")
+        raise UsageError(
+            f"`{source.folder / 'config.json'}` names no model_type", configs.NO_TYPE_HINT
+        )
     try:
         mlx_lm.check_type(source.config)
     except ValueError as error:
@@ -154,7 +156,9 @@ def _folder(name: str, offline: bool, share: Share | None) -> tuple[Path, list[s
     if path.is_dir():
         return path, None
     if path.exists():
-        raise UsageError(f"`{name}` is a file, not a model folder")
+        raise UsageError(
+            f"`{name}` is a file, not a model folder", "name the folder with its config.json"
+        )
     if not _may_be_hub_id(name):
         raise UsageError(f"there is no model folder `{name}`", "a hub id looks like `OWNER/NAME`")
     if share is None:
@@ -182,7 +186,9 @@ def _from_hub(name: str, patterns: Sequence[str], offline: bool) -> Path:
         given = dict(allow_patterns=list(patterns), local_files_only=offline)
         return Path(snapshot_download(name, **given))
     except HFValidationError:
-        raise UsageError(f"`{name}` is neither a folder nor a hub id") from None
+        raise UsageError(
+            f"`{name}` is neither a folder nor a hub id", "a hub id looks like `OWNER/NAME`"
+        ) from None
     except (LocalEntryNotFoundError, FileNotFoundError):
         hint = "run once without --offline" if offline else "check the network and the name"
         raise UsageError(f"`{name}` is not on this machine", hint) from None

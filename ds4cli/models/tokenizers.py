@@ -49,7 +49,9 @@ def read_template(path: str) -> str:
         reason = (getattr(error, "strerror", None) or str(error)).lower()
         raise UsageError(f"cannot read `{path}`: {reason}", "name a Jinja template") from None
     if not text.strip():
-        raise UsageError(f"the chat template `{path}` is empty")
+        raise UsageError(
+            f"the chat template `{path}` is empty", "`--raw` continues a text without one"
+        )
     return text
 
 

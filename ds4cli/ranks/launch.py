@@ -76,7 +76,10 @@ def listed(path: str) -> list[Place]:
         reason = f"cannot read the host file `{path}`: {_why(error)}"
         raise UsageError(reason, "`mlx.distributed_config` writes them") from None
     if len(hosts) < 2 or not all(ips for _, ips, _ in hosts):
-        raise UsageError(f"`{path}` has to name two hosts or more, each with its `ips`")
+        raise UsageError(
+            f"`{path}` has to name two hosts or more, each with its `ips`",
+            "`mlx.distributed_config` writes such files",
+        )
     places = [Place(name, ips) for name, ips, _ in hosts]
     _tell_backend(places, data.get("backend") or "ring", [rdma for *_, rdma in hosts], path)
     for place in places:

@@ -161,7 +161,10 @@ class Vocabulary:
         stops = frozenset(self.stop_ids)
         if settings.raw or not self.has_template:
             if tools:
-                raise UsageError("this model has no chat template, so it cannot be given tools")
+                raise UsageError(
+                    "this model has no chat template, so it cannot be given tools",
+                    "`--chat-template FILE` names one" if not settings.raw else "leave out `--raw`",
+                )
             return ChatTemplate(_render_plain, self._encode_bare, stops, self.start, *data)
         options = self._options(settings, list(tools or ()))
 

@@ -66,7 +66,9 @@ def load_tools(path: str | Path) -> list[Tool]:
     except OSError as error:
         raise UsageError(f"cannot read the tools file `{path}`: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"the tools file `{path}` is not JSON: {error}") from error
+        raise UsageError(
+            f"the tools file `{path}` is not JSON: {error}", "it wants a list of OpenAI's tools"
+        ) from error
     return tools_of(data, f"tools file `{path}`")
 
 
