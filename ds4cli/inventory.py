@@ -128,7 +128,7 @@ def _abilities(model: Cached) -> tuple[str, str]:
 def _layers(source: Source) -> str:
     from mlx_lm.utils import load_model
 
-    from ds4cli.caches import adapt, build_caches
+    from ds4cli.caches.build import adapt, build_caches
 
     model, _ = load_model(source.folder, lazy=True)
     adapters = adapt(build_caches(model, 0))

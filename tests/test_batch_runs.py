@@ -29,7 +29,7 @@ from ds4cli.cli import app
 from ds4cli.drafters.drafter import Drafter
 from ds4cli.engine.engine import Engine
 from ds4cli.engine.group import Group
-from ds4cli.lanes import Lanes
+from ds4cli.lanes.arm import Lanes
 from ds4cli.rewind.timeline import Timeline
 from ds4cli.settings import Settings
 

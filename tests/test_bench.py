@@ -18,10 +18,11 @@ from ds4cli.bench.lab import Lab, gap
 from ds4cli.bench.matrix import Matrix
 from ds4cli.bench.measure import Row
 from ds4cli.bench.reference import Reference, stock
-from ds4cli.bench.scenarios import SCENARIOS
+from ds4cli.bench.scenarios import SCENARIOS, scenario
 from ds4cli.cli import app
 from ds4cli.errors import UsageError
-from ds4cli.tape import Tape, Verdict
+from ds4cli.tape.check import Verdict
+from ds4cli.tape.tape import Tape
 
 SMALL = Matrix(
     contexts=(48,),
@@ -71,8 +72,8 @@ def fake_clock():
     return itertools.count().__next__
 
 
-def rows_of(lab, scenario):
-    return list(SCENARIOS[scenario](lab))
+def rows_of(lab, name):
+    return list(scenario(name)(lab))
 
 
 # --- scenarios ------------------------------------------------------------------------------------
@@ -175,9 +176,9 @@ def test_a_context_that_does_not_fit_is_refused():
     """Guards: an exception in the middle of a long measurement."""
     lab = lab_of("llama")
     lab.engine.context_tokens = 50
-    for scenario in ("rewind", "agent"):
+    for name in ("rewind", "agent"):
         with pytest.raises(UsageError, match="at most `50`"):
-            rows_of(lab, scenario)
+            rows_of(lab, name)
 
 
 # --- the check ------------------------------------------------------------------------------------

@@ -22,15 +22,15 @@ from mlx_lm.models.cache import (
 from oracle import TOLERANCE, failing_layer, fresh_logits
 from tiny import CFG, V, build
 
-from ds4cli.caches import (
-    LayerAdapter,
+from ds4cli.caches.adapter import LayerAdapter
+from ds4cli.caches.build import (
+    ADAPTERS,
     UnsupportedCache,
     adapt,
     build_caches,
     check_kv_bits,
     check_kv_group,
 )
-from ds4cli.caches.build import ADAPTERS
 from ds4cli.caches.sliding import SlackChunkedKVCache, SlidingKVCache
 from ds4cli.engine.engine import Engine
 from ds4cli.errors import StateError, UsageError

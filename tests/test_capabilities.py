@@ -4,9 +4,9 @@ import pytest
 from oracle import FAMILIES, engine, prompt
 from tiny import build
 
-from ds4cli.caches import UnsupportedCache
+from ds4cli.caches.build import UnsupportedCache
 from ds4cli.errors import UsageError
-from ds4cli.tape import Verdict
+from ds4cli.tape.check import Verdict
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -38,7 +38,7 @@ from oracle import (
 )
 from tiny import V, build
 
-from ds4cli.caches import build_caches
+from ds4cli.caches.build import build_caches
 from ds4cli.drafters.drafter import Drafter
 from ds4cli.drafters.ngram import NgramDrafter
 from ds4cli.engine.engine import Engine

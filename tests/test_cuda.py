@@ -13,19 +13,20 @@ from mlx_lm.models.rwkv7 import _wkv7_step_ops
 from mlx_lm.models.ssm import compute_dt, ssm_attn, ssm_update
 
 from ds4cli.bench.reference import stock
-from ds4cli.hooks import cuda, delta
-from ds4cli.hooks.cuda import attention, kernels, recurrences, rows, seats
-from ds4cli.tape import Recorder, arrays_caches, self_check
+from ds4cli.hooks import delta
+from ds4cli.hooks.cuda import attention, kernels, recurrences, rows, seats, switch
+from ds4cli.tape.check import self_check
+from ds4cli.tape.recorder import Recorder, arrays_caches
 
 pytestmark = pytest.mark.filterwarnings("error")
-needs_cuda = pytest.mark.skipif(not cuda.is_on(), reason="needs CUDA and DS4CLI_TEST_DEVICE=gpu")
+needs_cuda = pytest.mark.skipif(not switch.is_on(), reason="needs CUDA and DS4CLI_TEST_DEVICE=gpu")
 TOLERANCE = 2e-6
 
 
 @pytest.fixture
 def on(monkeypatch):
     """The switch, as on a machine with CUDA."""
-    monkeypatch.setattr(cuda, "is_on", lambda: True)
+    monkeypatch.setattr(switch, "is_on", lambda: True)
 
 
 def error(a, b):
@@ -39,17 +40,17 @@ def test_the_switch_needs_cuda_and_can_be_turned_off(monkeypatch):
     """Guards: a kernel asked for without a card, or a user who cannot turn it off."""
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
-    assert cuda.is_on()
+    assert switch.is_on()
     monkeypatch.setenv("DS4CLI_CUDA_FORMS", "none")
-    assert not cuda.is_on()
+    assert not switch.is_on()
     monkeypatch.delenv("DS4CLI_CUDA_FORMS")
     monkeypatch.setattr(mx, "default_device", lambda: mx.cpu)
-    assert not cuda.is_on()
+    assert not switch.is_on()
 
 
 def test_a_model_is_left_alone_without_cuda(monkeypatch):
     """Guards: another form of attention where MLX's own is the fast one."""
-    monkeypatch.setattr(cuda, "is_on", lambda: False)
+    monkeypatch.setattr(switch, "is_on", lambda: False)
     model = tiny.build("llama")
     assert not len(attention.use(model)) and not len(recurrences.use(model))
 

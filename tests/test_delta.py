@@ -148,7 +148,8 @@ def test_the_switch_is_off_where_there_is_a_kernel(monkeypatch):
 
 def test_recording_a_switched_model(monkeypatch):
     """The recorder and the switch wrapping one function, and one of them lost."""
-    from ds4cli.tape import Recorder, self_check
+    from ds4cli.tape.check import self_check
+    from ds4cli.tape.recorder import Recorder
 
     model = tiny.build("qwen3_5")
     counter = _Counter(monkeypatch)

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from ds4cli.bench import doctor
 from ds4cli.cli import app
-from ds4cli.tape import Tape
+from ds4cli.tape.tape import Tape
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from ds4cli.caches.arena import SeatedKVCache
 from ds4cli.engine.engine import Engine
 from ds4cli.engine.group import Group
 from ds4cli.errors import ModelError
-from ds4cli.lanes import Lanes
+from ds4cli.lanes.arm import Lanes
 from ds4cli.settings import Settings
-from ds4cli.tape import Tape
+from ds4cli.tape.tape import Tape
 from ds4cli.tools import Guard
 
 KINDS = (

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from ds4cli.rewind import horizon as module
 from ds4cli.rewind import room
 from ds4cli.rewind.horizon import Horizon, Packing, Segment, merged, slots_nbytes
-from ds4cli.tape import Sizes, Tape
+from ds4cli.tape.recorder import Sizes
+from ds4cli.tape.tape import Tape
 from ds4cli.tape.tracks import Track
 
 WIDE = 8  # columns of a row of tape, of a state and of a logits row: 32 bytes each

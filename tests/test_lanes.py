@@ -12,15 +12,18 @@ import pytest
 from oracle import TOLERANCE, engine, error, failing_layer, interrupts, prompt
 from tiny import CFG, build
 
-from ds4cli.caches import adapt, arena, build_caches
+from ds4cli.caches import arena
+from ds4cli.caches.build import adapt, build_caches
 from ds4cli.errors import ModelError
 from ds4cli.hooks.cuda import seats as attention_kernel
-from ds4cli.lanes import Lanes, attention
 from ds4cli.lanes import arm as arm_module
+from ds4cli.lanes import attention
+from ds4cli.lanes.arm import Lanes
 from ds4cli.rewind import together
 from ds4cli.rewind.timeline import Limits, Timeline
 from ds4cli.rewind.together import evaluate_together, feed_together
-from ds4cli.tape import Recorder, Tape
+from ds4cli.tape.recorder import Recorder
+from ds4cli.tape.tape import Tape
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import host_cost

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 import tiny
 
-from ds4cli.caches import build_caches
+from ds4cli.caches.build import build_caches
 from ds4cli.hooks.last_row import Projections
 from ds4cli.models import parts
 

@@ -171,6 +171,14 @@ def test_help_loads_nothing_heavy():
     assert not loaded & HEAVY
 
 
+def test_folders_load_nothing_heavy():
+    """Guards: a light module that takes seconds because of the folder that it lies in."""
+    folders = ", ".join(module_of(path) for path in SOURCES if path.name == "__init__.py")
+    code = f"import sys, {folders}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "ds4cli" in done.stdout and not set(done.stdout.split()) & HEAVY, done.stderr
+
+
 @pytest.mark.parametrize("name", WITHOUT_MLX)
 def test_pure_modules_import_no_mlx(name):
     """Guards: logic that is tested without a model starts to need one, or `--help` to load MLX."""

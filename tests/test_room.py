@@ -6,7 +6,7 @@ import pytest
 
 from ds4cli.rewind import room
 from ds4cli.rewind.room import Room
-from ds4cli.tape import Sizes
+from ds4cli.tape.recorder import Sizes
 
 # A row is 64 bytes of tape and 32 of logits, beside states of 64.
 SIZES = Sizes(row=64, history=0, state=64, row_arrays=2, state_arrays=2)

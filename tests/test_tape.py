@@ -17,7 +17,9 @@ from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from ds4cli.errors import ModelError
 from ds4cli.hooks import delta
-from ds4cli.tape import Recorder, Tape, arrays_caches, self_check
+from ds4cli.tape.check import self_check
+from ds4cli.tape.recorder import Recorder, arrays_caches
+from ds4cli.tape.tape import Tape
 
 RECURRENT = [
     "qwen3_next",

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 import tiny
 
-from ds4cli.caches import build_caches
+from ds4cli.caches.build import build_caches
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError
 from ds4cli.hooks.taps import Taps

@@ -10,11 +10,12 @@ import pytest
 from oracle import FAMILIES, Noting, assert_fresh, failing_layer, interrupts, prompt
 from tiny import CFG, V, build
 
-from ds4cli.caches import adapt, build_caches
+from ds4cli.caches.build import adapt, build_caches
 from ds4cli.rewind import room
 from ds4cli.rewind.horizon import Horizon
 from ds4cli.rewind.timeline import Limits, Timeline
-from ds4cli.tape import Recorder, Tape
+from ds4cli.tape.recorder import Recorder
+from ds4cli.tape.tape import Tape
 
 HYBRIDS = tuple(n for n in FAMILIES if n not in ("llama", "gemma3_text", "gpt_oss"))
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ds4cli import generate
-from ds4cli.backend import memory
 from ds4cli.batch.grouping import shared_lengths
 from ds4cli.batch.width import Width
 from ds4cli.errors import Interrupted, ModelError
@@ -117,6 +116,8 @@ class Desk:
         self._engine, self._width, self._clock = engine, width, clock
         self.writing: list[Choice] = []
         self._tokens = 0  # written so far
+        from ds4cli.backend import memory  # MLX comes with it: not before a line is checked
+
         self._room = memory.free_bytes() // 2  # for what branches hold
         self._reader = engine.session()
         self._group = self._grouped(warn)

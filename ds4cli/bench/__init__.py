@@ -16,6 +16,7 @@ from ds4cli import signals, terminal
 from ds4cli.bench import files, machine, measure, plot, report
 from ds4cli.bench.matrix import Matrix, numbers
 from ds4cli.bench.matrix import read as read_matrix
+from ds4cli.bench.scenarios import SCENARIOS, scenario
 from ds4cli.errors import Interrupted, UsageError
 from ds4cli.settings import OPTIONS, SAMPLING, SPECULATION, Settings
 
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from ds4cli.bench.lab import Lab
     from ds4cli.engine.engine import Engine
 
-SCENARIO_NAMES = ("rewind", "acceptance", "control", "agent", "edits", "memory")
 CUT_NOTE = (
     "Every layer of this model keeps every row: going back is a cut, at any depth, and a cut is "
     "all there is. No tape and no checkpoints is kept for it."
@@ -51,9 +51,9 @@ class BenchRequest:
 
     def __post_init__(self) -> None:
         for name in self.scenarios:
-            if name not in SCENARIO_NAMES:
-                hint = options.nearest(name, SCENARIO_NAMES)
-                known = ", ".join(SCENARIO_NAMES)
+            if name not in SCENARIOS:
+                hint = options.nearest(name, SCENARIOS)
+                known = ", ".join(SCENARIOS)
                 raise UsageError(f"there is no scenario `{name}`", hint or f"choose from {known}")
         if self.form not in report.FORMATS:
             known = ", ".join(report.FORMATS)
@@ -98,11 +98,9 @@ def run(engine: Engine, request: BenchRequest) -> int:
 
 
 def _measured(lab: Lab, request: BenchRequest) -> report.Report:
-    from ds4cli.bench.scenarios import SCENARIOS
-
     rows = []
     for name in request.scenarios or SCENARIOS:
-        for row in SCENARIOS[name](lab):
+        for row in scenario(name)(lab):
             rows.append(row)
             _note(report.live(row), request)
     environment = machine.environment(lab.engine)

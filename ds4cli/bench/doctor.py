@@ -19,11 +19,11 @@ import mlx.nn as nn
 from ds4cli.arrays import integer, integers, named_leaves, number
 from ds4cli.backend import disk, memory
 from ds4cli.bench import machine, tiny
-from ds4cli.caches import build_caches
+from ds4cli.caches.build import build_caches
 from ds4cli.engine.engine import Armed
 from ds4cli.sampling import Noise
-from ds4cli.tape import Recorder, self_check
-from ds4cli.tape.check import arrays_caches, long_error
+from ds4cli.tape.check import arrays_caches, long_error, self_check
+from ds4cli.tape.recorder import Recorder
 
 if TYPE_CHECKING:
     from ds4cli.engine.engine import Engine

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ds4cli.tape import spans
+from ds4cli.tape.tracks import spans
 
 # Pieces beyond which they are joined: a piece may hold on to a larger array it was cut from.
 MAX_PIECES = 64

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ds4cli.arrays import number
-from ds4cli.caches import build_caches
+from ds4cli.caches.build import build_caches
 from ds4cli.errors import ModelError
 from ds4cli.hooks.taps import Taps
 from ds4cli.models import parts

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds4cli.caches import LayerAdapter
+from ds4cli.caches.adapter import LayerAdapter
 from ds4cli.rewind.timeline import Timeline
-from ds4cli.tape import Recorder
+from ds4cli.tape.recorder import Recorder
 
 
 @dataclass(frozen=True)

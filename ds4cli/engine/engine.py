@@ -16,7 +16,7 @@ import mlx.core as mx
 from ds4cli import __version__
 from ds4cli.arrays import named_leaves
 from ds4cli.backend import address_space, blas, memory
-from ds4cli.caches import adapt, build_caches, check_kv_bits, check_kv_group
+from ds4cli.caches.build import adapt, build_caches, check_kv_bits, check_kv_group
 from ds4cli.drafters import heads, registry
 from ds4cli.drafters.corpus import Corpus
 from ds4cli.drafters.costs import PriceList
@@ -29,11 +29,11 @@ from ds4cli.engine.capabilities import Capabilities, survey
 from ds4cli.engine.scores import Spelling
 from ds4cli.engine.session import Session
 from ds4cli.errors import ModelError, StateError, UsageError
-from ds4cli.hooks import cuda, delta
-from ds4cli.hooks.cuda import attention, recurrences
+from ds4cli.hooks import delta
+from ds4cli.hooks.cuda import attention, recurrences, switch
 from ds4cli.hooks.last_row import Projections
 from ds4cli.hooks.taps import Taps
-from ds4cli.lanes import Lanes
+from ds4cli.lanes.arm import Lanes
 from ds4cli.models import adapters, sharding
 from ds4cli.models.parts import embedding_rows
 from ds4cli.models.sharding import Share
@@ -49,8 +49,8 @@ from ds4cli.models.weights import is_float32, load_weights
 from ds4cli.rewind.timeline import Limits, Timeline
 from ds4cli.sampling import Sampler, check_bias
 from ds4cli.settings import Settings, cache_folder
-from ds4cli.tape import Recorder
 from ds4cli.tape.check import self_check
+from ds4cli.tape.recorder import Recorder
 from ds4cli.text.tokenizer import Vocabulary
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ class Engine(Vocabulary):
             "taps": "none" if self._head is None else str(self._head.taps),
             "machine": f"{platform.machine()} {os.cpu_count()}",
             "device": f"{mx.default_device()} {_device_name()}",
-            "forms": f"{blas.name()} cuda_forms={cuda.is_on()}",
+            "forms": f"{blas.name()} cuda_forms={switch.is_on()}",
             "threads": " ".join(os.environ.get(name, "") for name in threads),
             "versions": f"ds4cli {__version__} mlx {version('mlx')} mlx-lm {version('mlx-lm')}",
         }

@@ -24,8 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gated_delta import gated_delta_kernel
 
-from ds4cli.hooks import cuda
-from ds4cli.hooks.cuda import kernels
+from ds4cli.hooks.cuda import kernels, switch
 from ds4cli.hooks.rebind import Swaps, calls, rebound, with_globals
 
 # From this many rows a model call uses the chunks. Measured: level with mlx-lm's loop at 3 rows of
@@ -81,7 +80,7 @@ def has_kernel(dim: int = 32) -> bool:
 
 def runs_alone(dim: int) -> bool:
     """Whether layers are replayed one by one here, by a kernel that needs no copies: on CUDA."""
-    return cuda.is_on() and kernels.fits(dim)
+    return switch.is_on() and kernels.fits(dim)
 
 
 def _kernel_state(k, v, g, beta, state):
@@ -207,7 +206,7 @@ def use_chunked(model: nn.Module) -> Swaps:
         for module in model.modules():
             own: type = type(module)
             if calls(own, "gated_delta_update"):
-                swaps.swap(module, _switched(own, cuda.is_on()))
+                swaps.swap(module, _switched(own, switch.is_on()))
     return swaps
 
 
@@ -229,7 +228,7 @@ def _switched(cls: type, on_cuda: bool) -> type:
 
 def of_one_row(recurrence: Callable) -> Callable:
     """What `recurrence`, switched or not, comes to for one row: without asking at every token."""
-    return recurrence if cuda.is_on() else unwrap(recurrence)
+    return recurrence if switch.is_on() else unwrap(recurrence)
 
 
 def _form(rows: int, dim: int, on_cuda: bool) -> Callable | None:

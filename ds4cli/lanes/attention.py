@@ -18,8 +18,7 @@ import mlx.nn as nn
 from mlx_lm.models import base
 
 from ds4cli.caches.arena import SeatedKVCache
-from ds4cli.hooks import cuda
-from ds4cli.hooks.cuda import seats
+from ds4cli.hooks.cuda import seats, switch
 from ds4cli.hooks.rebind import calls, derived, names_used, rebound
 from ds4cli.lanes.call import (
     Call,
@@ -177,6 +176,6 @@ def at_positions(cls: type) -> type:
 def _entries(rotation: Any, x: mx.array) -> int:
     """Rows of x (N, heads, 1, dim) that one rotation may turn."""
     rows, heads, _, dim = x.shape
-    if not cuda.is_backend() or getattr(rotation, "dims", dim) // 2 >= MIN_PAIRS:
+    if not switch.is_backend() or getattr(rotation, "dims", dim) // 2 >= MIN_PAIRS:
         return rows
     return max(1, min(rows, MOST_GROUPS // -(-heads // HEAD_GROUP)))

@@ -21,9 +21,11 @@ from functools import cached_property
 import mlx.core as mx
 
 from ds4cli.backend.memory import page_bytes, taken_bytes
-from ds4cli.hooks import cuda
+from ds4cli.hooks.cuda import switch
 from ds4cli.rewind.room import Room
-from ds4cli.tape import Recorder, Sizes, Slots, Tape, spans
+from ds4cli.tape.recorder import Recorder, Sizes
+from ds4cli.tape.tape import Slots, Tape
+from ds4cli.tape.tracks import spans
 
 # Rows of a long call that one checkpoint serves.
 PIECE_ROWS = 128
@@ -172,7 +174,7 @@ class Horizon:
         """How rows are kept, and how many; logits_bytes: of one row. Right once a tape was made."""
         sizes = Sizes() if self._recorder is None else self._recorder.sizes
         kept = self.limit, self.budget_bytes, sizes, logits_bytes, page_bytes()
-        return Room.of(*kept, in_place=cuda.is_on())
+        return Room.of(*kept, in_place=switch.is_on())
 
     def copy(self) -> Horizon:
         twin = copy.copy(self)

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ds4cli.backend.memory import taken_bytes
-from ds4cli.caches import LayerAdapter, adapt, nest
+from ds4cli.caches.adapter import LayerAdapter
+from ds4cli.caches.build import adapt, nest
 from ds4cli.rewind.checkpoints import Checkpoint
-from ds4cli.tape import Slots
+from ds4cli.tape.tape import Slots
 
 
 class Hold(NamedTuple):

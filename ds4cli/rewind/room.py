@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from ds4cli.tape import Sizes
+    from ds4cli.tape.recorder import Sizes
 
 # Rows of a run: one-row calls are put together when so many are complete. As many as one of dense
 # checkpoints serves, or fewer where that leaves clearly more rows free: rows go by runs, and calls

@@ -19,7 +19,8 @@ import mlx.core as mx
 
 from ds4cli.arrays import integers
 from ds4cli.backend import memory
-from ds4cli.caches import LayerAdapter, build_caches
+from ds4cli.caches.adapter import LayerAdapter
+from ds4cli.caches.build import build_caches
 from ds4cli.errors import StateError
 from ds4cli.hooks.last_row import LAST, Projections
 from ds4cli.hooks.taps import Taps
@@ -30,7 +31,8 @@ from ds4cli.rewind.layers import Hold, Layers
 from ds4cli.rewind.plan import Reach, RewindPlan, RewindReport, call_sizes, plan
 from ds4cli.rewind.room import Room
 from ds4cli.settings import MAX_BLOCK_TOKENS, Settings
-from ds4cli.tape import Recorder, Slots, Tape
+from ds4cli.tape.recorder import Recorder
+from ds4cli.tape.tape import Slots, Tape
 from ds4cli.tokens import common_prefix
 
 # Rows between the checkpoints inside a long call, where recurrences hand out their inner states.

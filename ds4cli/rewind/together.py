@@ -9,10 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from ds4cli.lanes import Lanes
+from ds4cli.lanes.arm import Lanes
 from ds4cli.rewind.layers import Layers
 from ds4cli.rewind.timeline import Opening, Timeline
-from ds4cli.tape import Slots, Tape
+from ds4cli.tape.tape import Slots, Tape
 
 Feed = list[int] | mx.array
 Part = tuple[mx.array, Tape | None, list[mx.array]]  # logits rows, tape, what the taps noted

@@ -12,10 +12,3 @@ from the state before gives the state after n tokens without a model call.
 
 `families/` has one file per recurrence; a new one is added there and nowhere else.
 """
-
-from ds4cli.tape.check import Verdict, self_check
-from ds4cli.tape.recorder import Recorder, Sizes, arrays_caches
-from ds4cli.tape.tape import Slots, Tape
-from ds4cli.tape.tracks import spans
-
-__all__ = ["Recorder", "Sizes", "Slots", "Tape", "Verdict", "arrays_caches", "self_check", "spans"]

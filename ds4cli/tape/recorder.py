@@ -15,9 +15,33 @@ from ds4cli.backend.memory import taken_bytes
 from ds4cli.errors import ModelError
 from ds4cli.hooks.rebind import Swaps
 from ds4cli.tape import frames
-from ds4cli.tape.families import FAMILIES, leaf
+from ds4cli.tape.families import (
+    baichuan,
+    delta_rule,
+    griffin,
+    leaf,
+    lightning,
+    mamba,
+    ngram,
+    rwkv7,
+    short_conv,
+    ssd,
+)
 from ds4cli.tape.tape import Tape
 from ds4cli.tape.tracks import Track
+
+# Order matters once: a short convolution is what remains when no recurrence function is called.
+FAMILIES = (
+    delta_rule,
+    ssd,
+    mamba,
+    rwkv7,
+    griffin,
+    lightning,
+    baichuan,
+    ngram,
+    short_conv,
+)
 
 
 class Sizes(NamedTuple):

@@ -21,7 +21,7 @@ import mlx.nn as nn
 from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache
 
-from ds4cli.hooks import cuda
+from ds4cli.hooks.cuda import switch
 from ds4cli.hooks.rebind import Swaps, calls, rebound
 
 NAME = "scaled_dot_product_attention"
@@ -51,7 +51,7 @@ def use(model: nn.Module) -> Swaps:
     every model of the process, and the stock model that checks are made against.
     """
     swaps = Swaps()
-    if cuda.is_on():
+    if switch.is_on():
         for module in model.modules():
             own: type = type(module)
             if calls(own, NAME):

@@ -14,8 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.ssm import compute_dt
 
-from ds4cli.hooks import cuda
-from ds4cli.hooks.cuda import kernels
+from ds4cli.hooks.cuda import kernels, switch
 from ds4cli.hooks.rebind import Swaps, calls, derived, rebound
 
 
@@ -25,7 +24,7 @@ def use(model: nn.Module) -> Swaps:
     Single instances, as everywhere: the stock model that checks compare with shares their classes.
     """
     swaps = Swaps()
-    if cuda.is_on():
+    if switch.is_on():
         for module in model.modules():
             own: type = type(module)
             if calls(own, "ssm_update"):

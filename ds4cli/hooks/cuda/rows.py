@@ -12,8 +12,7 @@ from math import prod
 
 import mlx.core as mx
 
-from ds4cli.hooks import cuda
-from ds4cli.hooks.cuda import compiler
+from ds4cli.hooks.cuda import compiler, switch
 
 # Pieces of one launch: where there are fewer, the last is named again.
 PIECES = 32
@@ -28,7 +27,7 @@ def joined(arrays: Sequence[mx.array]) -> mx.array:
     """`arrays`, (1, n, ...) each, one after the other along axis 1; always a copy."""
     if len(arrays) == 1:
         return mx.contiguous(arrays[0])
-    if not (cuda.is_on() and pays(arrays)):
+    if not (switch.is_on() and pays(arrays)):
         return mx.concatenate([*arrays], axis=1)
     parts = [_gathered(arrays[i : i + PIECES]) for i in range(0, len(arrays), PIECES)]
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)

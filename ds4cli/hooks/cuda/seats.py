@@ -11,8 +11,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from ds4cli.hooks import cuda
-from ds4cli.hooks.cuda import compiler
+from ds4cli.hooks.cuda import compiler, switch
 
 LANES = 8
 THREADS = 256
@@ -69,7 +68,7 @@ def fits(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
     """Whether the kernel can do it: queries (N, H, 1, D), keys and values of an arena."""
     dim, kind = queries.shape[-1], queries.dtype
     alike = keys.dtype == values.dtype == kind and keys.shape == values.shape
-    return cuda.is_on() and alike and dim % HEAD_STEP == 0 and dim <= MAX_HEAD
+    return switch.is_on() and alike and dim % HEAD_STEP == 0 and dim <= MAX_HEAD
 
 
 def attention(

@@ -1,4 +1,4 @@
-"""One file per recurrence. To add one: write its file, then list it in FAMILIES.
+"""One file per recurrence. To add one: write its file, then list it in FAMILIES (`recorder.py`).
 
 A family is a module or object with
 
@@ -8,30 +8,3 @@ A family is a module or object with
 
 and a `Track` subclass that says how its state moves (see `tracks.py`).
 """
-
-from __future__ import annotations
-
-from ds4cli.tape.families import (
-    baichuan,
-    delta_rule,
-    griffin,
-    lightning,
-    mamba,
-    ngram,
-    rwkv7,
-    short_conv,
-    ssd,
-)
-
-# Order matters once: a short convolution is what remains when no recurrence function is called.
-FAMILIES = (
-    delta_rule,
-    ssd,
-    mamba,
-    rwkv7,
-    griffin,
-    lightning,
-    baichuan,
-    ngram,
-    short_conv,
-)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ds4cli.hooks import cuda, delta
-from ds4cli.hooks.cuda import kernels
+from ds4cli.hooks import delta
+from ds4cli.hooks.cuda import kernels, switch
 from ds4cli.hooks.rebind import Swaps, derived
 from ds4cli.tape import frames
 from ds4cli.tape.tracks import HALF, CallRows, Tail, batched
@@ -49,7 +49,7 @@ class WkvRows(CallRows):
     ) -> list[mx.array]:
         if tracks[0].dtype in HALF:
             return cls._by_calls(tracks, starts, rows)
-        if cuda.is_on() and kernels.fits(tracks[0].data[0].shape[-1]):
+        if switch.is_on() and kernels.fits(tracks[0].data[0].shape[-1]):
             pairs = zip(tracks, starts, strict=True)
             return [t.cut(0, rows)._after(start) for t, start in pairs]
         stacked = (x.astype(mx.float32).swapaxes(1, 2) for x in cls.stack(tracks, rows))

@@ -18,8 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.ssm import compute_dt
 
-from ds4cli.hooks import cuda
-from ds4cli.hooks.cuda import kernels
+from ds4cli.hooks.cuda import kernels, switch
 from ds4cli.hooks.rebind import Swaps, calls, rebound
 from ds4cli.tape import frames
 from ds4cli.tape.families.short_conv import arm_convolutions
@@ -47,7 +46,7 @@ class SsdRows(Track):
     def replay(
         cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], rows: int
     ) -> list[mx.array]:
-        if cuda.is_on() and kernels.fits(tracks[0].data[1].shape[-1]):
+        if switch.is_on() and kernels.fits(tracks[0].data[1].shape[-1]):
             pairs = zip(tracks, starts, strict=True)
             return [t.cut(0, rows)._after(start) for t, start in pairs]
         x, B, dt = cls.stack(tracks, rows)
