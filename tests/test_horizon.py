@@ -8,6 +8,7 @@ import random
 from types import SimpleNamespace
 
 import mlx.core as mx
+from by_hand import Sums
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,23 +17,12 @@ from ds4cli.rewind import room
 from ds4cli.rewind.horizon import Horizon, Packing, Segment, merged, slots_nbytes
 from ds4cli.tape.recorder import Sizes
 from ds4cli.tape.tape import Tape
-from ds4cli.tape.tracks import Track
 
 WIDE = 8  # columns of a row of tape, of a state and of a logits row: 32 bytes each
 ROW_BYTES = WIDE * 4
 LAYERS = 2
 POSITION_BYTES = (LAYERS + 1) * ROW_BYTES  # tape and logits
 RUN = room.RUN_ROWS[0]
-
-
-class Sums(Track):
-    """A slot is what it was, and the sum of the rows."""
-
-    @classmethod
-    def replay(cls, tracks, starts, rows):
-        return [s + t.data[0][:, :rows].sum(axis=1) for t, s in zip(tracks, starts, strict=True)]
-
-
 SIZES = Sizes(LAYERS * ROW_BYTES, 0, LAYERS * ROW_BYTES, LAYERS, LAYERS)
 RECORDER = SimpleNamespace(sizes=SIZES)
 
