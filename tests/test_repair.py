@@ -1,6 +1,7 @@
 """Tool calls in a real session: repairs inside the record, ends of replies, what is counted."""
 
 import json
+from itertools import islice
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -206,6 +207,18 @@ def test_what_a_reply_forbade_is_allowed_when_it_was_left():
     assert session.stats.repairs[0].pos == pos and held != free
     stream.close()
     assert session.next_token() == free
+
+
+def test_an_end_of_text_inside_a_call_is_picked_again():
+    """The session stands where the end was picked, so nothing is taken back, and the pick that was
+    known there was the end again, for ever."""
+    script = GOOD["json_tools"].partition("ris")[0]
+    session, wrapper, fake = session_for("json_tools", script, 1, chaos=0.0)
+    expected = Scripted(wrapper, fake, 0.0).masked(FORMATS["json_tools"])
+    end = len(wrapper.encode(script)) + 4
+    list(islice(session.stream(max_tokens=end, guard=Guard(wrapper, TOOLS)), 2 * end))
+    assert session.tokens == PROMPT + expected[:end]
+    assert "would end inside the call" in session.stats.repairs[0].reason
 
 
 @pytest.mark.parametrize("name", list(GOOD))

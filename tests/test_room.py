@@ -32,6 +32,9 @@ def test_a_second_checkpoint_only_where_it_takes_no_row(monkeypatch):
     two = 2 * (64 + 32) + (2 * 500 + 32) * 96
     assert rooms(two, limit=500).spacing == 500
     assert rooms(two - 1, limit=500).spacing is None
+    pages = 3 * 32 * 2 * PAGE  # of the rows that are not in a run yet
+    assert rooms(two + pages, limit=500, page=PAGE).spacing == 500
+    assert rooms(two + pages - 1, limit=500, page=PAGE).spacing is None
 
 
 @pytest.mark.parametrize(
@@ -39,7 +42,7 @@ def test_a_second_checkpoint_only_where_it_takes_no_row(monkeypatch):
     [
         (20_000, 10**9, (20_000 - 96) // 98 - 15),
         (1 << 20, 10**9, ((1 << 20) - 96) // 98 - 31),
-        (1 << 20, 3000, 352 + (3000 - 352 * 5) // 5 * 32 - 31),
+        (1 << 20, 3003, 352 + (3003 - 352 * 5) // 5 * 32 - 31),
         (1 << 20, 1700, 304 + (1700 - 304 * 5) // 5 * 16 - 15),
         (96 + 95, 10**9, 0),
         (96 + 4 * 96 - 1, 10**9, 0),
@@ -49,7 +52,9 @@ def test_a_second_checkpoint_only_where_it_takes_no_row(monkeypatch):
 def test_the_rows_that_a_budget_holds(monkeypatch, budget, arrays, rows):
     """What a front end is promised is this number: rows go by runs, so a run less one."""
     monkeypatch.setattr(room, "MAX_ARRAYS", arrays)
-    assert rooms(budget).free_rows == rows
+    found = rooms(budget)
+    assert (found.free_rows, found.most_segments) == (rows, arrays // 5)
+    assert found.state_bytes == SIZES.state
 
 
 def test_histories_that_calls_repeat_are_counted():
@@ -93,6 +98,6 @@ def test_rows_that_are_read_where_they_stand_are_not_copied(monkeypatch):
         return Room.of(limit, *args, in_place=True).linked_rows
 
     assert linked(2000) == 2000
-    monkeypatch.setattr(room, "MAX_ARRAYS", 1000)
-    assert linked(2000) == 100
+    monkeypatch.setattr(room, "MAX_ARRAYS", 1007)
+    assert linked(2000) == 1007 // 2 // 5
     assert Room.of(50, *args, in_place=True).most_segments >= 100

@@ -639,3 +639,57 @@ def test_repairs_are_counted_over_the_reply():
     for n in (1, 2, 3):
         (step,) = play(guard, wrapper, "x", start=guard._end)
         assert step.event == "left" and guard.repairs == n
+
+
+def test_a_call_opened_by_one_token():
+    """What is looked at for the end marker then begins right behind it."""
+    wrapper = tokenizer(merged=['<tool_call>{"'])
+    for grammar in (True, False):
+        text = CALL.replace(">\n{", ">{") + "b"
+        steps = play(Guard(wrapper, TOOLS, use_grammar=grammar), wrapper, text)
+        assert events(steps[:1]) == ["open"] and events(steps) == ["open", "closed"]
+        assert shown(steps) == "b"
+
+
+def test_text_that_waited_before_a_call_is_shown_once():
+    """A `<` that waited, and text in the token of the marker: lost where the call was refused."""
+    text = 'Hi <ax<tool_call>{"name": "no"}</tool_call>.'
+    wrapper = tokenizer(merged=["ax<tool_call>{", "x<"])
+    guard = Guard(wrapper, TOOLS, use_grammar=False, max_repairs=0)
+    steps = play(guard, wrapper, text)
+    assert events(steps) == ["open", "refused"]
+    assert shown(steps) + guard.finish("stop").emit == text
+
+
+def test_what_is_allowed_where():
+    """All of a row before a call and without a grammar, what fits inside one."""
+    wrapper = tokenizer()
+    size, begun = len(wrapper) + 5, CALL[: CALL.index("Paris") - 1]
+    guard = Guard(wrapper, TOOLS)
+    everything = guard.allowed(size)
+    assert (everything.dtype, everything.shape, everything.all()) == (bool, (size,), True)
+    play(guard, wrapper, begun)
+    inside = guard.allowed(size)
+    assert inside[encode(wrapper, '"')[0]] and not inside[encode(wrapper, "x")[0]]
+    unwatched = Guard(wrapper, TOOLS, use_grammar=False)
+    play(unwatched, wrapper, begun)
+    assert unwatched.allowed(size).all()
+
+
+def test_a_call_without_a_marker_is_never_picked_again_ahead_of_its_feeding():
+    """It may still turn out to be prose, which only the token itself tells."""
+    wrapper = tokenizer("pythonic_bare")
+    guard, wrong = Guard(wrapper, TOOLS), encode(wrapper, ";")[0]
+    play(guard, wrapper, "[get_weather(city=")
+    ahead = encode(wrapper, '"a"')
+    assert guard.is_open and guard.filter([*ahead, wrong]) == len(ahead)
+    assert guard.instead(ahead, wrong, len(wrapper)) is None
+
+
+def test_a_call_in_any_code_block_is_told_as_an_example():
+    """Guards: only the first block is looked at."""
+    wrapper = tokenizer()
+    for blocks in (0, 1, 2):
+        guard = Guard(wrapper, TOOLS)
+        play(guard, wrapper, "```\nx\n```\n" * blocks + f"```\n{CALL}\n```\n")
+        assert "in a code block was taken as text" in guard.finish("stop").reason
