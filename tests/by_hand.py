@@ -16,9 +16,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-from ds4cli.hooks import last_row
+from ds4cli.hooks.last_row import Projections
 from ds4cli.rewind.timeline import Limits, Timeline
-from ds4cli.tape import Sizes, Tape
+from ds4cli.tape.recorder import Sizes
+from ds4cli.tape.tape import Tape
 from ds4cli.tape.tracks import Track
 
 V = 7  # token ids
@@ -87,7 +88,6 @@ class ByHand(nn.Module):
         self._fails: int | None = None
         self._calls: list[int] = []
         self.lm_head = Head()
-        last_row.arm(self)
 
     def make_cache(self) -> list:
         make = {
@@ -165,7 +165,8 @@ def timeline(
 ) -> Timeline:
     """A timeline of a model with these layers, that has read `at` tokens."""
     model = ByHand(*kinds)
-    made = Timeline(model, model._recorder, Limits(horizon, budget, chunk), **options)
+    limits = Limits(horizon, budget, chunk)
+    made = Timeline(model, model._recorder, limits, projections=Projections(model), **options)
     made.sync(text(at))
     return made
 

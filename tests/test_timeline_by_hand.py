@@ -16,7 +16,6 @@ from by_hand import GROUP, NUMBER_BYTES, Noted, V, check, text, timeline
 
 from ds4cli.backend import memory
 from ds4cli.errors import StateError
-from ds4cli.hooks import last_row
 from ds4cli.rewind import timeline as module
 from ds4cli.rewind.timeline import Limits, Timeline
 from ds4cli.settings import MAX_BLOCK_TOKENS
@@ -502,6 +501,20 @@ def test_a_prompt_is_read_in_chunks():
     assert t._logits_row_bytes == 2 * NUMBER_BYTES
 
 
+def test_a_model_whose_output_is_not_known_makes_all_rows():
+    """A call was refused, or asked for its last row where nobody cuts the others off."""
+    known = timeline("plain", at=3)
+    unknown = Timeline(known.model, None, known.limits)
+    for t, rows in ((known, 1), (unknown, 5)):
+        with t.last_rows():
+            assert len(t.feed([1] * 5)) == rows
+        t.abort()
+    with known.last_rows((0, 2)):
+        assert known.feed([1, 2, 3]).tolist() == [
+            row(known, [*text(3), *x]) for x in ([1], [1, 2, 3])
+        ]
+
+
 def test_between_its_calls_a_prompt_leaves_checkpoints():
     """Going back into a long prompt, all of it was read again."""
     t = timeline(*HYBRID, horizon=4, chunk=16)
@@ -682,7 +695,7 @@ def test_early_calls_of_a_feed_leave_no_rows():
             assert t.horizon.segments == []
         else:
             assert (t.horizon.low, t.horizon.end) == (0 if t.can_cut else t.horizon.low, 46)
-        with last_row.only():
+        with t.last_rows():
             t.feed([1, 2, 3])
         t.evaluate()
         t.commit(3)
