@@ -23,6 +23,11 @@ def integers(x: mx.array) -> list[int]:
     return cast("list[int]", x.tolist())
 
 
+def tables(x: mx.array) -> list[list[int]]:
+    """The rows of an integer array (m, n)."""
+    return cast("list[list[int]]", x.tolist())
+
+
 def numbers(x: mx.array) -> list[float]:
     """The elements of a real array (n,)."""
     return cast("list[float]", x.tolist())

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
+from ds4cli.arrays import integers
 from ds4cli.errors import ModelError, UsageError
 from ds4cli.settings import Settings
 from ds4cli.tokens import common_prefix
@@ -169,6 +170,26 @@ def pick_together(asked: Sequence[Asked]) -> mx.array:
     if not first.settings.temp:
         return first.pick(rows, 0, ())
     return first.pick_with(rows, [a.sampler.noise(a.pos, len(a.rows)) for a in asked])
+
+
+class Chooser:
+    """Picks what follows several texts, token after token, each made with those before it. Nothing
+    is evaluated unless a sampler needs what was picked."""
+
+    def __init__(self, samplers: Sequence[Sampler], texts: Sequence[Sequence[int]]):
+        self._samplers, self._ends = samplers, [len(text) for text in texts]
+        self._needs_history = any(sampler.needs_history for sampler in samplers)
+        self._known = [list(text) if self._needs_history else [] for text in texts]
+
+    def pick(self, rows: mx.array) -> mx.array:
+        """rows: the next row of each text (texts, V) -> int32 (texts,)"""
+        own = zip(self._samplers, mx.split(rows, len(rows)), self._ends, self._known, strict=True)
+        picks = pick_together([Asked(*each) for each in own])
+        self._ends = [end + 1 for end in self._ends]
+        if self._needs_history:
+            for known, pick in zip(self._known, integers(picks), strict=True):
+                known.append(pick)
+        return picks
 
 
 class Noise:

@@ -297,8 +297,8 @@ def test_why_lines_are_answered_one_at_a_time_is_said(shared, folders, tmp_path,
     assert told(monkeypatch, folder, {"parallel": 4}).count("ties may fall otherwise") == 1
 
 
-def test_what_guesses_for_one_line_only_is_said_and_tried(shared, folders, monkeypatch):
-    """A draft model rested as soon as two lines were written, without a word."""
+def test_one_line_is_tried_first_where_a_drafter_takes_time(shared, folders, monkeypatch):
+    """A draft model that writes one line faster than four was never given the chance."""
 
     class Slow(Drafter):
         name, is_free = "slow", False
@@ -308,16 +308,11 @@ def test_what_guesses_for_one_line_only_is_said_and_tried(shared, folders, monke
         Desk, "round", lambda desk: (widths.append(len(desk.writing)), round_(desk))[1]
     )
     monkeypatch.setattr("ds4cli.engine.engine.make", lambda *_, **__: Slow())
-    words, first = "guesses of `slow` rest", "is tried first"
-    said = told(monkeypatch, folders["llama"], {"max_tokens": 8})
-    assert words in said and first in said
+    told(monkeypatch, folders["llama"], {"max_tokens": 8})
     assert widths[0] == 1 and max(widths) > 1
     widths.clear()
-    said = told(monkeypatch, folders["llama"], {"parallel": 3})
-    assert words in said and first not in said
+    told(monkeypatch, folders["llama"], {"parallel": 3})
     assert widths[0] == 3
-    for more in ({"speculate": "always"}, {"num_draft_tokens": 2}, {"parallel": 1}):
-        assert words not in told(monkeypatch, folders["llama"], more)
 
 
 def test_a_failure_ends_what_is_begun_before_it_stops_a_fail_fast_run(shared, folders):

@@ -354,7 +354,7 @@ def agree(drafter, plain, world, p, n=BLOCK, temp=0.0, first=0, **settings):
     expected, _ = plain.propose(tokens, world.rows(first, p), n, draws, first)
     assert drafter.propose(tokens, n) == expected
     block = mx.array([tokens[-1]] + [plain.c.mask_token_id] * (BLOCK - 1))
-    slots = drafter._head(block, p, drafter._context.join(p))
+    (slots,) = drafter._head(block[None], [(p, drafter._context.join(p))])
     assert mx.abs(slots - plain.slots(tokens, world.rows(first, p), first)).max() < 2e-4
 
 
@@ -568,7 +568,7 @@ def test_half_precision_stays_half_precision(case, target, tmp_path):
     same = {k: v.astype(mx.float32) if floats[k] else v for k, v in half.items()}
     expected = Plain(same, config, target).slots(world.tokens[:13], world.rows(0, 12), 0)
     block = mx.array([world.tokens[12]] + [3] * (BLOCK - 1))
-    slots = head(block, 12, drafter._context.join(12))
+    (slots,) = head(block[None], [(12, drafter._context.join(12))])
     assert mx.abs(slots - expected).mean() < 0.1 * mx.abs(expected).mean()
 
 

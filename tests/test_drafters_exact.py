@@ -14,6 +14,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 from oracle import SCALE, Letters, check, engine, plain, prompt
+from test_group import said, written
 from tiny import CFG, HEAD_BLOCK, V, build
 
 from ds4cli.drafters import block_config, dflash, dflash2, dspark, eagle3, mtp, nextn
@@ -22,6 +23,7 @@ from ds4cli.drafters.heads import Head
 from ds4cli.drafters.registry import named
 from ds4cli.drafters.target import Target
 from ds4cli.engine.engine import Engine
+from ds4cli.engine.group import Group
 from ds4cli.sampling import Sampler
 from ds4cli.settings import Settings
 
@@ -133,7 +135,7 @@ def randomised(module):
 
 def make_session(name, kind, temp=0.0, k=4, **settings):
     """A session on the model `name` whose guesses come from a drafter of this kind."""
-    chosen = dict(temp=temp, num_draft_tokens=k, speculate="always", **settings)
+    chosen = {"temp": temp, "num_draft_tokens": k, "speculate": "always", **settings}
     if kind in (*HEADS, *MARKOV):
         settings = Settings(drafter=DRAFTER_OF.get(kind, kind), **chosen)
         return Engine(model(name), Letters(), settings, head=head(kind, name)).session()
@@ -216,6 +218,44 @@ def test_a_moved_head_guesses_like_a_fresh_one(kind, name):
         expected = fresh.drafter.propose(anchored, 4)
         assert len(expected) > 0
         assert session.drafter.propose(anchored, 4) == expected, move
+
+
+@pytest.mark.parametrize("kind", ["model", *HEADS, *MARKOV])
+def test_drafters_asked_together_guess_as_alone(kind):
+    """Guards: a text's guesses made of the context, the position, the noise or the penalties of
+    another one; rows that are made twice, or never."""
+    name = "qwen3_next" if kind == "model" else "qwen3_5"
+    lines, moves = [make_session(name, kind, temp=0.5) for _ in range(4)], random.Random(4)
+    for i, session in enumerate(lines):
+        session.use(Settings(temp=(0.0, 0.8)[i % 2], seed=i, repetition_penalty=(1.0, 1.4)[i // 3]))
+        session.sync(prompt((9, 3, 40, 5)[i], seed=i))
+    asker = lines[0].drafter.together()
+    for turn in range(3):
+        texts = [[*session.tokens, moves.randrange(V)] for session in lines]
+        expected = [s.fork().drafter.propose(t, 4) for s, t in zip(lines, texts, strict=True)]
+        assert all(len(guesses) == 4 for guesses in expected)
+        assert asker.propose([s.drafter for s in lines], texts, 4) == expected, turn
+        for i, (session, text, guesses) in enumerate(zip(lines, texts, expected, strict=True)):
+            session.sync([*text, *guesses[: i if turn else 0]])
+        lines[3].rewind(lines[3].pos - 2)
+    asker.close()
+
+
+@pytest.mark.parametrize("kind", ["model", "mtp", "dspark"])
+def test_lanes_with_drafters_that_take_time_say_what_each_says_alone(kind):
+    """Guards: guesses that were made for all lanes at once and fed to another one, or twice."""
+    name, limits, truth = "qwen3_5", (14, 5, 20), []
+    for how in ({}, {"speculate": "auto", "k": None}):
+        lines = [make_session(name, kind, temp=0.7, **how) for _ in limits]
+        for i, session in enumerate(lines):
+            session.sync(prompt((9, 3, 40)[i], seed=i))
+        made = lines[0].engine
+        group, begun = Group(made, pytest.fail), [s.fork() for s in lines]
+        truth = truth or [said(s.stream(max_tokens=n)) for s, n in zip(lines, limits, strict=True)]
+        lanes = [group.join(s, max_tokens=n) for s, n in zip(begun, limits, strict=True)]
+        assert written(group, lanes) == truth
+        assert how or all(s.stats.proposed for s in begun)
+        group.close()
 
 
 def test_the_heads_are_of_one_width():

@@ -11,6 +11,7 @@ from tiny import V, build
 from toolkit import TOOLS, tokenizer
 
 from ds4cli.caches.arena import SeatedKVCache
+from ds4cli.drafters.drafter import Together
 from ds4cli.engine.engine import Engine
 from ds4cli.engine.group import Group
 from ds4cli.errors import ModelError
@@ -384,13 +385,35 @@ class Clock:
         return self.now
 
 
-def guessed(made, truth, clock, right):
-    """Lanes whose guesses are right so often, written in `auto`."""
+class SlowOracle(OracleDrafter):
+    """One that takes so many plain calls to ask, for one text or for many."""
+
+    is_free, asked = False, 0
+
+    def __init__(self, truth, right, clock, takes):
+        super().__init__(truth, right)
+        self.clock, self.takes = clock, takes
+
+    def together(self):
+        class Slowly(Together):
+            def propose(asker, parts, texts, n):
+                self.clock.now += self.takes
+                for part in parts:
+                    part.asked += 1
+                return super().propose(parts, texts, n)
+
+        return Slowly()
+
+
+def guessed(made, truth, clock, right, takes=None):
+    """Lanes whose guesses are right so often, written in `auto`. takes: to make them."""
     group, kinds = Group(made, clock=clock), KINDS[:3]
     joined = list(sessions(made, kinds=kinds))
     for session, (tokens, *_) in zip(joined, truth, strict=True):
-        session.drafter = OracleDrafter([*session.tokens, *tokens], right)
-    lanes = [group.join(s, max_tokens=120) for s in joined]
+        text = [*session.tokens, *tokens]
+        drafter = OracleDrafter(text, right)
+        session.drafter = drafter if takes is None else SlowOracle(text, right, clock, takes)
+    lanes = [group.join(s, max_tokens=len(truth[0][0])) for s in joined]
     assert written(group, lanes) == truth
     return joined
 
@@ -407,6 +430,23 @@ def test_rows_are_shared_out_where_guesses_pay(monkeypatch):
     joined = guessed(made, truth, dear, 0.6)
     assert dear.now < 1.1 * 121
     assert sum(s.stats.parked for s in joined) > 0
+
+
+def test_who_takes_time_is_asked_for_all_lanes_at_once_where_that_pays(monkeypatch):
+    """Heads and draft models rested as soon as there were two lanes, or were asked at any price."""
+    made = engine("llama", speculate="auto")
+    truth = alone(made, [{"max_tokens": 60}] * 3, kinds=KINDS[:3])
+    for right, row, takes, most in (
+        (0.95, 0.01, 0.5, 45),
+        (0.95, 0.3, 3.0, 78),
+        (0.2, 0.3, 0.5, 66),
+    ):
+        clock = Clock(monkeypatch, row)
+        joined = guessed(made, truth, clock, right, takes)
+        assert clock.now < most, right
+        assert all((s.stats.accepted > 20) == (most < 60) for s in joined)
+        assert len({s.drafter.asked for s in joined}) < 3 and joined[0].drafter.asked > 0
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("name", list(BAD)[:4])

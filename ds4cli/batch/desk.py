@@ -136,18 +136,11 @@ class Desk:
         except ModelError as error:
             warn(f"one at a time: {error.message}")
             return None
-        if self._reader.drafts_alone:
-            self._say_who_rests(warn)
+        if not self._reader.drafter.is_free:
+            self._width.begin_alone()
         if not self._engine.is_float32:
             warn("several at a time: these weights are not float32, so ties may fall otherwise")
         return group
-
-    def _say_who_rests(self, warn: Callable[[str], None]) -> None:
-        self._width.begin_alone()
-        first = "" if self._width.is_given else " (one line at a time, with them, is tried first)"
-        names = ", ".join(f"`{name}`" for name in self._reader.drafts_alone)
-        how = "`--speculate always` makes them for every line"
-        warn(f"several at a time: guesses of {names} rest{first}; {how}")
 
     def close(self) -> None:
         """Nothing is written any more."""

@@ -13,6 +13,7 @@ import copy
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,20 +21,22 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
-from ds4cli.arrays import integer, integers
+from ds4cli.arrays import tables
 from ds4cli.drafters import vocabulary, weights
 from ds4cli.drafters.block_config import BlockConfig, read
-from ds4cli.drafters.drafter import Drafter
+from ds4cli.drafters.drafter import Drafter, Together
 from ds4cli.drafters.rows import Rows
 from ds4cli.drafters.target import Target
 from ds4cli.errors import ModelError
-from ds4cli.sampling import Sampler
+from ds4cli.sampling import Asked, Chooser, Sampler, pick_together
 
 STEP = 256  # rows by which the context buffer grows
 MOST_WAITING = 256  # rows that wait for a proposal before they are projected anyway
 
 # (layer, block keys, block values) -> keys, values of context and block, first position of both
 Join = Callable[[int, mx.array, mx.array], tuple[mx.array, mx.array]]
+# Of each text, the position that its block stands at, and its context.
+Places = Sequence[tuple[int, Join]]
 
 
 class BlockAttention(nn.Module):
@@ -58,22 +61,31 @@ class BlockAttention(nn.Module):
         self._dim, self._layer, self._window = dim, layer, config.windows[layer]
         self._sees_ahead, self._context_rows = config.sees_ahead, config.context_rows
 
-    def keys_values(self, x: mx.array, pos: int) -> tuple[mx.array, mx.array]:
-        """Of rows x (n, H) that stand at pos, pos + 1, ...: (1, heads, n, D) each."""
+    def keys_values(self, x: mx.array, pos: int | mx.array) -> tuple[mx.array, mx.array]:
+        """Of rows x (texts, n, H) that stand at pos, pos + 1, ... of each: (texts, heads, n, D)."""
         keys = self.k_norm(self._split(self.k_proj(x)))
         return self.rope(keys, offset=pos), self._split(self.v_proj(x))
 
-    def __call__(self, x: mx.array, pos: int, join: Join) -> mx.array:
+    def __call__(self, x: mx.array, places: Places) -> mx.array:
+        pos = places[0][0] if len(places) == 1 else mx.array([at for at, _ in places])
         queries = self.rope(self.q_norm(self._split(self.q_proj(x))), offset=pos)
-        keys, values = join(self._layer, *self.keys_values(x, pos))
-        keys, values, mask = self._see(keys, values, len(x))
-        out = scaled_dot_product_attention(
-            queries, keys, values, cache=None, scale=self._dim**-0.5, mask=mask
-        )
-        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(len(x), -1))
+        keys, values = self.keys_values(x, pos)
+        outs = []
+        for i, (_, join) in enumerate(places):
+            own = slice(i, i + 1)
+            seen = self._see(*join(self._layer, keys[own], values[own]), x.shape[1])
+            outs.append(self._attend(queries[own], *seen))
+        out = mx.concatenate(outs).transpose(0, 2, 1, 3)
+        return self.o_proj(out.reshape(*x.shape[:2], -1))
+
+    def _attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None
+    ) -> mx.array:
+        scale = self._dim**-0.5
+        return scaled_dot_product_attention(queries, keys, values, None, scale=scale, mask=mask)
 
     def _split(self, x: mx.array) -> mx.array:
-        return x.reshape(1, len(x), -1, self._dim).transpose(0, 2, 1, 3)
+        return x.reshape(*x.shape[:2], -1, self._dim).transpose(0, 2, 1, 3)
 
     def _see(
         self, keys: mx.array, values: mx.array, block: int
@@ -101,8 +113,8 @@ class BlockLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def __call__(self, x: mx.array, pos: int, join: Join) -> mx.array:
-        x = x + self.self_attn(self.input_layernorm(x), pos, join)
+    def __call__(self, x: mx.array, places: Places) -> mx.array:
+        x = x + self.self_attn(self.input_layernorm(x), places)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -180,12 +192,12 @@ class BlockHead(nn.Module):
         taps = mx.concatenate(list(hidden), axis=-1).astype(self.norm.weight.dtype)
         return self.hidden_norm(self.fc(taps))
 
-    def __call__(self, ids: mx.array, pos: int, join: Join) -> mx.array:
-        """The block `ids` (n,), which stands at pos: its slots' vectors (n, H)."""
+    def __call__(self, ids: mx.array, places: Places) -> mx.array:
+        """The blocks `ids` (texts, n) of some texts: their slots' vectors (texts, n, H)."""
         embed = self.embed_tokens if "embed_tokens" in self else self._target.embed
         x = embed(ids).astype(self.norm.weight.dtype)
         for layer in self.layers:
-            x = layer(x, pos, join)
+            x = layer(x, places)
         return self.norm(x)
 
     def logits(self, slots: mx.array) -> mx.array:
@@ -270,7 +282,7 @@ class Context:
             return
         x = self._head.context(waiting.take(waiting.start, waiting.end))
         for i, layer in enumerate(self._head.layers):
-            rows = layer.self_attn.keys_values(x, waiting.start)
+            rows = layer.self_attn.keys_values(x[None], waiting.start)
             self._write(i, waiting.start - self._first, rows)
         self._waiting = Rows(self._end)
 
@@ -304,7 +316,7 @@ class BlockDrafter(Drafter):
     drafts_at_once = True
 
     def __init__(self, head: BlockHead, target: Target, sampler: Sampler):
-        self._head, self._target, self._sampler = head, target, sampler
+        self._head, self._target, self.sampler = head, target, sampler
         self._context = Context(head)
         self.taps, self.max_drafts = head.taps, head.config.guesses
 
@@ -315,25 +327,35 @@ class BlockDrafter(Drafter):
 
     def propose(self, tokens: Sequence[int], n: int) -> list[int]:
         """At most n guesses, from one pass; none without the row before the anchor."""
-        config, anchor = self._head.config, len(tokens) - 1
-        n = int(min(n, self.max_drafts))
-        self.confidence = 0
-        if n < 1 or not self._context.has(anchor):
-            return []
-        # The whole block, however few are asked for: it was trained as a whole.
-        ids = mx.array([tokens[-1], *[config.mask_token_id] * (config.block_size - 1)])
-        slots = self._head(ids, anchor, self._context.join(anchor))
-        return self._choose(slots[config.first_slot :][:n], tokens)
+        return self.together().propose([self], [tokens], n)[0]
 
-    def _choose(self, slots: mx.array, tokens: Sequence[int]) -> list[int]:
-        """The tokens that slots (n, H) name after `tokens`."""
-        rows = self._head.spread(self._head.logits(slots))
-        if not self._sampler.needs_history:
-            return integers(self._sampler.pick(rows, len(tokens), tokens))
-        history = list(tokens)
-        for i in range(len(rows)):
-            history.append(integer(self._sampler.pick(rows[i : i + 1], len(history), history)))
-        return history[len(tokens) :]
+    def together(self) -> BlocksTogether:
+        return BlocksTogether()
+
+    def place(self, anchor: int) -> tuple[int, Join] | None:
+        """Where a block behind the token at `anchor` stands; None where that has no context."""
+        self.confidence = 0
+        return (anchor, self._context.join(anchor)) if self._context.has(anchor) else None
+
+    @classmethod
+    def choose(
+        cls, parts: Sequence[Any], texts: Sequence[Sequence[int]], slots: mx.array
+    ) -> list[list[int]]:
+        """The tokens that slots (texts, n, H) name after each text. parts: of this class."""
+        return tables(cls.picks(parts, texts, slots))
+
+    @classmethod
+    def picks(
+        cls, parts: Sequence[BlockDrafter], texts: Sequence[Sequence[int]], slots: mx.array
+    ) -> mx.array:
+        """The same as an array (texts, n)."""
+        head, (count, n, _) = parts[0]._head, slots.shape
+        rows = head.spread(head.logits(slots.reshape(count * n, -1))).reshape(count, n, -1)
+        if any(part.sampler.needs_history for part in parts):
+            return one_by_one(parts, texts, n, lambda i, _: rows[:, i])
+        pairs = zip(parts, texts, strict=True)
+        asked = [Asked(part.sampler, rows[i], len(text)) for i, (part, text) in enumerate(pairs)]
+        return pick_together(asked).reshape(count, n)
 
     def observe(self, start: int, hidden: Sequence[mx.array]) -> None:
         if len(hidden[0]):
@@ -346,9 +368,48 @@ class BlockDrafter(Drafter):
         self._context = Context(self._head)
 
     def use(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+        self.sampler = sampler
 
     def fork(self) -> BlockDrafter:
         twin = copy.copy(self)
         twin._context = self._context.fork()
         return twin
+
+
+class BlocksTogether(Together):
+    """Names the blocks of several texts in one pass; only attention sees each text's own context,
+    one after the other."""
+
+    def propose(
+        self, parts: Sequence[BlockDrafter], texts: Sequence[Sequence[int]], n: int
+    ) -> list[list[int]]:
+        head, n = parts[0]._head, int(min(n, parts[0].max_drafts))
+        found: list[list[int]] = [[] for _ in parts]
+        places = [part.place(len(text) - 1) for part, text in zip(parts, texts, strict=True)]
+        able = {i: place for i, place in enumerate(places) if place is not None}
+        if n < 1 or not able:
+            return found
+        # The whole block, however few are asked for: it was trained as a whole.
+        config = head.config
+        masks = [config.mask_token_id] * (config.block_size - 1)
+        slots = head(mx.array([[texts[i][-1], *masks] for i in able]), [*able.values()])
+        slots = slots[:, config.first_slot :][:, :n]
+        own, ends = [parts[i] for i in able], [texts[i] for i in able]
+        for i, guesses in zip(able, own[0].choose(own, ends, slots), strict=True):
+            found[i] = guesses
+        return found
+
+
+def one_by_one(
+    parts: Sequence[BlockDrafter],
+    texts: Sequence[Sequence[int]],
+    n: int,
+    row: Callable[[int, mx.array], mx.array],
+) -> mx.array:
+    """Guess after guess (texts, n), none evaluated unless a sampler asks for history. row: of the
+    slot's number and the tokens before it (texts,) the logits (texts, V)."""
+    picks = [mx.array([text[-1] for text in texts])]
+    chooser = Chooser([part.sampler for part in parts], texts)
+    for i in range(n):
+        picks.append(chooser.pick(row(i, picks[-1])))
+    return mx.stack(picks[1:], axis=1)

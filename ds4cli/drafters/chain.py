@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Protocol
+from itertools import accumulate
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from ds4cli.arrays import integer, integers
-from ds4cli.drafters.drafter import Drafter
+from ds4cli.arrays import integers, tables
+from ds4cli.drafters.drafter import Drafter, Together
 from ds4cli.drafters.rows import Rows
 from ds4cli.drafters.target import Target
-from ds4cli.sampling import Sampler
+from ds4cli.lanes.arm import Feed, Lanes
+from ds4cli.sampling import Chooser, Sampler
 from ds4cli.settings import MAX_BLOCK_TOKENS
 from ds4cli.tokens import common_prefix
 
@@ -29,6 +31,8 @@ KEPT_ROWS = 256 + MAX_BLOCK_TOKENS
 # Rows that may wait to be made; the oldest are given up beyond that.
 WAITING_ROWS = 16384
 CHUNK_ROWS = 512
+# Rows that are made in a call with those of other texts.
+MOST_TOGETHER = 32
 
 
 class ChainHead(Protocol):
@@ -88,13 +92,13 @@ class ChainDrafter(Drafter):
     def __init__(self, head: ChainHead, target: Target, sampler: Sampler):
         self.taps = head.taps
         self._head = head
-        self._sampler = sampler
+        self.sampler = sampler
         self._begin(0)
 
     def _begin(self, pos: int) -> None:
         """No context; the next row is that of position `pos`."""
         self._base = pos
-        self._caches = (
+        self.caches = (
             self._head.caches()
         )  # their rows are counted from the base: rotary is relative
         self._paired: list[int] = []  # the token that each of its rows was made with
@@ -133,21 +137,21 @@ class ChainDrafter(Drafter):
         self._begin(0)
 
     def use(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+        self.sampler = sampler
 
     def fork(self) -> ChainDrafter:
         twin = copy.copy(self)
         twin._paired, twin._rows = self._paired.copy(), self._rows.copy()
-        twin._caches = self._head.caches()
+        twin.caches = self._head.caches()
         if self._paired:  # written in place, so each needs its own
-            for own, cache in zip(twin._caches, self._caches, strict=True):
+            for own, cache in zip(twin.caches, self.caches, strict=True):
                 own.state = *map(mx.array, cache.state[:2]), cache.offset
         return twin
 
     def _cut(self, pos: int) -> None:
         """Forget the rows made for positions from `pos` on, and those that a chain added."""
         del self._paired[max(0, pos - self._base) :]
-        for cache in self._caches:
+        for cache in self.caches:
             cache.offset = len(self._paired)
 
     # -- guessing ---------------------------------------------------------------------------------
@@ -155,11 +159,11 @@ class ChainDrafter(Drafter):
     def propose(self, tokens: Sequence[int], n: int) -> list[int]:
         """The head's own picks for the n tokens after `tokens`; [] where the state before the last
         of them is not known."""
-        if n < 1 or not self._agree(tokens):
+        if n < 1 or not self.agree(tokens):
             return []
-        return self._chain(self._catch_up(tokens), tokens, n)
+        return self._chain(self._catch_up(tokens, len(tokens) - 1), tokens, n)
 
-    def _agree(self, tokens: Sequence[int]) -> bool:
+    def agree(self, tokens: Sequence[int]) -> bool:
         """Cut the rows that were made for other tokens; false if the last row cannot be made.
 
         Rows whose states are no longer kept stay as they are. At most one of them, the last before
@@ -174,34 +178,117 @@ class ChainDrafter(Drafter):
         self._sure = last
         return True
 
-    def _catch_up(self, tokens: Sequence[int]) -> mx.array:
-        """Make the rows up to the one that the last token is paired with: its output (1, H)."""
+    def _catch_up(self, tokens: Sequence[int], stop: int) -> mx.array:
+        """Make the rows below `stop`: the output of the last of them (1, H)."""
         out: mx.array | None = None
-        while self._made < len(tokens) - 1:
-            first = self._made
-            end = min(first + CHUNK_ROWS, len(tokens) - 1)
+        while self._made < stop:
+            end = min(self._made + CHUNK_ROWS, stop)
             if out is not None:
-                mx.eval([(cache.keys, cache.values) for cache in self._caches])
-            pairs = list(tokens[first + 1 : end + 1])
-            hidden = self._head.context(self._rows.take(first, end))
-            out = self._head(self._head.embed(mx.array(pairs)), hidden, self._caches)
+                mx.eval([(cache.keys, cache.values) for cache in self.caches])
+            pairs, hidden = self._waiting(tokens, end)
+            out = self._head(
+                self._head.embed(mx.array(pairs)), self._head.context(hidden), self.caches
+            )
             self._paired += pairs
         assert out is not None, "there is a row that was not paired yet"
         return out[-1:]
 
+    def _waiting(self, tokens: Sequence[int], end: int) -> tuple[list[int], list[mx.array]]:
+        """What the rows below `end` that are not made yet are made of: the tokens they are paired
+        with, and the target's states, (n, H) per tap."""
+        first = self._made
+        return list(tokens[first + 1 : end + 1]), self._rows.take(first, end)
+
+    def last_rows(self, tokens: Sequence[int]) -> tuple[list[int], list[mx.array]]:
+        """Make all rows but a few, and return what those are made of; they count as made."""
+        stop = len(tokens) - 1
+        if stop - self._made > MOST_TOGETHER:
+            self._catch_up(tokens, stop - 1)
+        pairs, hidden = self._waiting(tokens, stop)
+        self._paired += pairs
+        return pairs, hidden
+
     def _chain(self, out: mx.array, tokens: Sequence[int], n: int) -> list[int]:
         """n picks, each made of the one before; evaluated together where the sampler allows."""
-        pos, known = len(tokens), list(tokens)
-        picks: list[mx.array] = []
-        while True:
-            row = self._head.logits(out)
-            picks.append(self._sampler.pick(row, pos + len(picks), known))
-            if len(picks) == n:
-                break
-            if self._sampler.needs_history:
-                known.append(integer(picks[-1]))
+        chooser = Chooser([self.sampler], [tokens])
+        picks = [chooser.pick(self._head.logits(out))]
+        while len(picks) < n:
             fed = self._head.embed(picks[-1]), self._head.carried(out)
-            out = self._head(*fed, self._caches)
+            out = self._head(*fed, self.caches)
+            picks.append(chooser.pick(self._head.logits(out)))
         guesses = mx.concatenate(picks)
-        mx.eval(guesses, [(cache.keys, cache.values) for cache in self._caches])
+        mx.eval(guesses, [(cache.keys, cache.values) for cache in self.caches])
         return integers(guesses)
+
+    def together(self) -> ChainsTogether:
+        return ChainsTogether(self._head)
+
+
+class _AsModel(nn.Module):
+    """A head as lanes see a model. hidden: of the rows of the next call, (n, H)."""
+
+    def __init__(self, head: ChainHead):
+        super().__init__()
+        self.head = head
+        self._hidden: mx.array | None = None
+
+    def __call__(self, ids: mx.array, cache: list[KVCache]) -> mx.array:
+        """ids (1, n) -> (1, n, H)"""
+        embedded = self.head.embed(ids[0])
+        hidden = embedded if self._hidden is None else self._hidden
+        return self.head(embedded, hidden, cache)[None]
+
+    def run(
+        self, lanes: Lanes, hidden: mx.array, feeds: Sequence[Feed], caches: list[list[KVCache]]
+    ) -> tuple[mx.array, Any]:
+        """One call: the outputs of all rows (n, H), and what is to be evaluated with them."""
+        self._hidden = hidden
+        try:
+            return lanes.call(feeds, caches)
+        finally:
+            self._hidden = None
+
+
+class ChainsTogether(Together):
+    """Runs a head behind several texts in one call a guess. ModelError for a head that cannot be
+    run so."""
+
+    def __init__(self, head: ChainHead):
+        self._head, self._model = head, _AsModel(head)
+        self._lanes = Lanes.arm(self._model, head.caches)
+
+    def propose(
+        self, parts: Sequence[ChainDrafter], texts: Sequence[Sequence[int]], n: int
+    ) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in parts]
+        able = [i for i, part in enumerate(parts) if part.agree(texts[i])]
+        if n < 1 or not able:
+            return found
+        able = [able[i] for i in self._lanes.seat([parts[i].caches for i in able])]
+        own, ends = [parts[i] for i in able], [texts[i] for i in able]
+        for i, guesses in zip(able, self._chain(own, ends, n), strict=True):
+            found[i] = guesses
+        return found
+
+    def _chain(
+        self, parts: list[ChainDrafter], texts: list[Sequence[int]], n: int
+    ) -> list[list[int]]:
+        """n picks of each, as `ChainDrafter.propose` makes them."""
+        caches = [part.caches for part in parts]
+        waiting = [part.last_rows(text) for part, text in zip(parts, texts, strict=True)]
+        pairs, states = zip(*waiting, strict=True)
+        hidden = self._head.context([mx.concatenate([*rows]) for rows in zip(*states, strict=True)])
+        out, live = self._model.run(self._lanes, hidden, pairs, caches)
+        out = out[mx.array([*accumulate(map(len, pairs))]) - 1]
+        chooser = Chooser([part.sampler for part in parts], texts)
+        picks = [chooser.pick(self._head.logits(out))]
+        while len(picks) < n:
+            last, hidden = [*mx.split(picks[-1], len(parts))], self._head.carried(out)
+            out, live = self._model.run(self._lanes, hidden, last, caches)
+            picks.append(chooser.pick(self._head.logits(out)))
+        guesses = mx.stack(picks, axis=1)
+        mx.eval(guesses, live)
+        return tables(guesses)
+
+    def close(self) -> None:
+        self._lanes.disarm()

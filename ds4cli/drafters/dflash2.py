@@ -18,9 +18,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ds4cli.arrays import integer, integers
 from ds4cli.drafters import block_config
-from ds4cli.drafters.block import BlockDrafter, BlockHead, BlockLayer, Join
+from ds4cli.drafters.block import BlockDrafter, BlockHead, BlockLayer, Places, one_by_one
 from ds4cli.drafters.block_config import BlockConfig
 from ds4cli.drafters.target import Target
 
@@ -36,7 +35,8 @@ def unknown_fields(config: dict[str, Any]) -> list[str]:
 
 
 class GroupedConv(nn.Module):
-    """Two causal convolutions over a block's rows, (n, H) -> (n, H): before and after a part."""
+    """Two causal convolutions over the rows of blocks, (blocks, n, H) -> (blocks, n, H): before and
+    after a part."""
 
     def __init__(self, config: BlockConfig):
         super().__init__()
@@ -47,18 +47,19 @@ class GroupedConv(nn.Module):
 
     def prepare(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """What goes into the part, and what `finish` wants to know."""
-        kernels = self.kernel_projection(x).reshape(len(x), 2, self._taps, -1)
-        return self._convolve(x, kernels[:, 0], 0), kernels[:, 1]
+        kernels = self.kernel_projection(x).reshape(*x.shape[:2], 2, self._taps, -1)
+        return self._convolve(x, kernels[:, :, 0], 0), kernels[:, :, 1]
 
     def finish(self, x: mx.array, kernels: mx.array) -> mx.array:
         return self._convolve(x, kernels, 1)
 
     def _convolve(self, x: mx.array, kernels: mx.array, side: int) -> mx.array:
-        """kernels (n, taps, groups): tap t weighs the row t before."""
-        out = mx.zeros_like(x)
-        for tap in range(min(self._taps, len(x))):
-            weight = self.base_kernel[side, tap] + mx.repeat(kernels[:, tap], self._group, axis=-1)
-            out = out + weight * mx.pad(x[: len(x) - tap], [(tap, 0), (0, 0)])
+        """kernels (blocks, n, taps, groups): tap t weighs the row t before."""
+        out, n = mx.zeros_like(x), x.shape[1]
+        for tap in range(min(self._taps, n)):
+            by_group = mx.repeat(kernels[:, :, tap], self._group, axis=-1)
+            weight = self.base_kernel[side, tap] + by_group
+            out = out + weight * mx.pad(x[:, : n - tap], [(0, 0), (tap, 0), (0, 0)])
         return out
 
 
@@ -70,9 +71,9 @@ class ConvLayer(BlockLayer):
         self.attention_conv = GroupedConv(config)
         self.mlp_conv = GroupedConv(config)
 
-    def __call__(self, x: mx.array, pos: int, join: Join) -> mx.array:
+    def __call__(self, x: mx.array, places: Places) -> mx.array:
         into, kernels = self.attention_conv.prepare(self.input_layernorm(x))
-        x = x + self.attention_conv.finish(self.self_attn(into, pos, join), kernels)
+        x = x + self.attention_conv.finish(self.self_attn(into, places), kernels)
         into, kernels = self.mlp_conv.prepare(self.post_attention_layernorm(x))
         return x + self.mlp_conv.finish(self.mlp(into), kernels)
 
@@ -87,8 +88,9 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
 
     def __call__(self, previous: mx.array, projected: mx.array, ids: mx.array) -> mx.array:
-        """previous (1,), projected (r,), candidates' ids (k,) -> (k,)"""
-        return self.successor_codebook[ids] @ (self.predecessor_codebook[previous[0]] * projected)
+        """previous (n,), projected (n, r), candidates' ids (n, k) -> (n, k)"""
+        wanted = self.predecessor_codebook[previous] * projected
+        return (self.successor_codebook[ids] @ wanted[..., None])[..., 0]
 
 
 class DFlash2Head(BlockHead):
@@ -112,18 +114,23 @@ class DFlash2Drafter(BlockDrafter):
 
     name = "dflash2"
 
-    def _choose(self, slots: mx.array, tokens: Sequence[int]) -> list[int]:
-        """Slot after slot among its candidates, none evaluated unless the sampler asks for it."""
-        head, history = self._head, list(tokens)
-        selector, rows = head.candidate_selector, head.logits(slots)
+    @classmethod
+    def picks(
+        cls, parts: Sequence[BlockDrafter], texts: Sequence[Sequence[int]], slots: mx.array
+    ) -> mx.array:
+        """Slot after slot among its candidates."""
+        head, (count, n, _) = parts[0]._head, slots.shape
+        selector = head.candidate_selector
+        rows = head.logits(slots.reshape(count * n, -1)).reshape(count, n, -1)
         top_k = min(head.config.selector_top_k, rows.shape[-1])
-        ids = mx.argpartition(-rows, kth=top_k - 1, axis=-1)[:, :top_k]
-        projected, picks = selector.hidden_projection(slots), [mx.array([tokens[-1]])]
-        for i in range(len(slots)):
-            scores = rows[i, ids[i]] + selector(picks[-1], projected[i], ids[i])
-            row = mx.full(rows.shape[-1:], -mx.inf, mx.float32)
-            row[ids[i]] = scores.astype(mx.float32)
-            picks.append(self._sampler.pick(row[None], len(tokens) + i, history))
-            if self._sampler.needs_history:
-                history.append(integer(picks[-1]))
-        return integers(mx.concatenate(picks[1:]))
+        ids = mx.argpartition(-rows, kth=top_k - 1, axis=-1)[..., :top_k]
+        projected = selector.hidden_projection(slots)
+
+        def row(i: int, previous: mx.array) -> mx.array:
+            own, found = rows[:, i], ids[:, i]
+            scores = mx.take_along_axis(own, found, axis=-1)
+            scores = scores + selector(previous, projected[:, i], found)
+            nothing = mx.full(own.shape, -mx.inf, mx.float32)
+            return mx.put_along_axis(nothing, found, scores.astype(mx.float32), axis=-1)
+
+        return one_by_one(parts, texts, n, row)

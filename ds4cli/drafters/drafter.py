@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -42,6 +42,10 @@ class Drafter:
         """At most n guesses for what follows `tokens`; [] = no idea."""
         return []
 
+    def together(self) -> Together:
+        """What asks drafters of this kind, of several sessions, at once."""
+        return Together()
+
     def observe(self, start: int, hidden: Sequence[mx.array]) -> None:
         """The target has read, and keeps, the rows from position `start` on.
 
@@ -65,3 +69,17 @@ class Drafter:
     def fork(self) -> Drafter:
         """An independent twin, for a branch of the session."""
         return copy.copy(self)
+
+
+class Together:
+    """Asks drafters of one kind, of several sessions: one after the other, unless a kind knows
+    better. What it holds it gives back in `close`."""
+
+    def propose(
+        self, parts: Sequence[Any], texts: Sequence[Sequence[int]], n: int
+    ) -> list[list[int]]:
+        """At most n guesses of each of `parts` for what follows its text, as `Drafter.propose`."""
+        return [part.propose(text, n) for part, text in zip(parts, texts, strict=True)]
+
+    def close(self) -> None:
+        """Nobody is asked any more."""

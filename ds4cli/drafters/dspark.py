@@ -17,9 +17,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ds4cli.arrays import integer, integers, numbers
+from ds4cli.arrays import numbers, tables
 from ds4cli.drafters import block_config
-from ds4cli.drafters.block import BlockDrafter, BlockHead
+from ds4cli.drafters.block import BlockDrafter, BlockHead, one_by_one
 from ds4cli.drafters.block_config import BlockConfig
 from ds4cli.drafters.target import Target
 
@@ -57,7 +57,7 @@ class MarkovHead(nn.Module):
     def __call__(
         self, prev: mx.array, slot: mx.array, state: mx.array | None
     ) -> tuple[mx.array, mx.array | None]:
-        """prev: w1 of the token before, (1, r). slot (1, H) -> (1, draft vocabulary), new state."""
+        """prev: w1 of the tokens before, (n, r); slot (n, H) -> (n, draft ids), new state."""
         if "gate_proj" in self:
             gate = mx.sigmoid(self.gate_proj(mx.concatenate([slot, prev], axis=-1)))
             return self.markov_w2(gate * prev), None
@@ -118,35 +118,47 @@ class DSparkDrafter(BlockDrafter):
 
     name = "dspark"
 
-    def _choose(self, slots: mx.array, tokens: Sequence[int]) -> list[int]:
-        if "markov_head" not in self._head:
-            return self._sure(super()._choose(slots, tokens), self._head.chances(slots, None))
-        picks, before = self._chain(slots, tokens)
-        chances = self._head.chances(slots, before)
-        mx.eval(picks, [] if chances is None else chances)
-        return self._sure(integers(picks), chances)
-
-    def _chain(self, slots: mx.array, tokens: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """Guess after guess, none evaluated unless the sampler asks for history: tokens (n,), and
-        w1 of the token before each (n, r)."""
-        head, history = self._head, list(tokens)
-        markov, rows = head.markov_head, head.logits(slots)
-        picks, before, state = [mx.array([tokens[-1]])], [], None
-        for i in range(len(slots)):
-            before.append(markov.markov_w1(picks[-1]))
-            bias, state = markov(before[-1], slots[i : i + 1], state)
-            row = head.spread(rows[i : i + 1] + bias)
-            picks.append(self._sampler.pick(row, len(tokens) + i, history))
-            if self._sampler.needs_history:
-                history.append(integer(picks[-1]))
-        return mx.concatenate(picks[1:]), mx.concatenate(before)
-
-    def _sure(self, guesses: list[int], chances: mx.array | None) -> list[int]:
+    @classmethod
+    def choose(
+        cls, parts: Sequence[Any], texts: Sequence[Sequence[int]], slots: mx.array
+    ) -> list[list[int]]:
+        head, before = parts[0]._head, None
+        if "markov_head" in head:
+            picks, before = _chain(parts, texts, slots)
+        else:
+            picks = cls.picks(parts, texts, slots)
+        flat = slots.reshape(-1, slots.shape[-1])
+        chances = head.chances(flat, None if before is None else before.reshape(len(flat), -1))
         if chances is None:
-            return guesses
+            return tables(picks)
+        mx.eval(picks, chances)
         sure = numbers(chances)
-        low = [i for i, p in enumerate(sure) if p < self._head.config.confidence_threshold]
+        n = slots.shape[1]
+        own = [sure[i * n : (i + 1) * n] for i in range(len(parts))]
+        return [p._sure(*x) for p, *x in zip(parts, tables(picks), own, strict=True)]
+
+    def _sure(self, guesses: list[int], chances: list[float]) -> list[int]:
+        """Up to the first that is too unlikely."""
+        low = [i for i, p in enumerate(chances) if p < self._head.config.confidence_threshold]
         n = low[0] if low else len(guesses)
         if n:
-            self.confidence = 1 << bisect_right(LEVELS, prod(sure[:n]) ** (1 / n))
+            self.confidence = 1 << bisect_right(LEVELS, prod(chances[:n]) ** (1 / n))
         return guesses[:n]
+
+
+def _chain(
+    parts: Sequence[BlockDrafter], texts: Sequence[Sequence[int]], slots: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Guess after guess: tokens (texts, n), and w1 of the token before each (texts, n, r)."""
+    head, (count, n, _) = parts[0]._head, slots.shape
+    rows = head.logits(slots.reshape(count * n, -1)).reshape(count, n, -1)
+    before: list[mx.array] = []
+    states: list[mx.array | None] = [None]
+
+    def row(i: int, previous: mx.array) -> mx.array:
+        before.append(head.markov_head.markov_w1(previous))
+        bias, state = head.markov_head(before[-1], slots[:, i], states[-1])
+        states.append(state)
+        return head.spread(rows[:, i] + bias)
+
+    return one_by_one(parts, texts, n, row), mx.stack(before, axis=1)

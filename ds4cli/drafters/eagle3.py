@@ -30,7 +30,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
@@ -210,21 +210,20 @@ class Attention(nn.Module):
             self.k_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
         theta, scaling = config.rope["rope_theta"], config.rope.get("rope_scaling")
         self.rope = initialize_rope(dim, theta, False, scaling, config.max_position_embeddings)
-        self._dim, self._window = dim, config.windows[index]
+        self._dim = dim
 
-    def __call__(self, x: mx.array, cache: KVCache) -> mx.array:
+    def __call__(self, x: mx.array, mask: Any, cache: KVCache) -> mx.array:
         q, k, v = (self._split(f(x)) for f in (self.q_proj, self.k_proj, self.v_proj))
         if "q_norm" in self:
             q, k = self.q_norm(q), self.k_norm(k)
-        mask = create_attention_mask(x[None], cache, window_size=self._window)
         q, k = self.rope(q, offset=cache.offset), self.rope(k, offset=cache.offset)
         k, v = cache.update_and_fetch(k, v)
         scale = self._dim**-0.5
-        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask=mask)
-        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(len(x), -1))
+        out = scaled_dot_product_attention(q, k, v, cache, scale=scale, mask=mask)
+        return self.o_proj(out.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
 
     def _split(self, x: mx.array) -> mx.array:
-        return x.reshape(1, len(x), -1, self._dim).transpose(0, 2, 1, 3)
+        return x.reshape(*x.shape[:2], -1, self._dim).transpose(0, 2, 1, 3)
 
 
 class Layer(nn.Module):
@@ -241,14 +240,14 @@ class Layer(nn.Module):
             self.hidden_norm = nn.RMSNorm(size, eps)
         self._keeps_normed = config.keeps_normed
 
-    def __call__(self, x: mx.array, embedded: mx.array, cache: KVCache) -> mx.array:
+    def __call__(self, x: mx.array, embedded: mx.array, mask: Any, cache: KVCache) -> mx.array:
         if "hidden_norm" in self:
             normed = self.hidden_norm(x)
             x = normed if self._keeps_normed else x
             into = mx.concatenate([self.input_layernorm(embedded), normed], axis=-1)
         else:
             into = self.input_layernorm(x)
-        x = x + self.self_attn(into, cache)
+        x = x + self.self_attn(into, mask, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -314,10 +313,11 @@ class Eagle3Head(nn.Module):
         return self.fc(self.input_norm(x) if "input_norm" in self else x)
 
     def __call__(self, embedded: mx.array, hidden: mx.array, caches: list[KVCache]) -> mx.array:
-        x, embedded = hidden, embedded.astype(hidden.dtype)
-        for layer, cache in zip(self.layers, caches, strict=True):
-            x = layer(x, embedded, cache)
-        return x
+        x, embedded = hidden[None], embedded.astype(hidden.dtype)[None]
+        for layer, window, cache in zip(self.layers, self.config.windows, caches, strict=True):
+            mask = create_attention_mask(x, cache, window_size=window)
+            x = layer(x, embedded, mask, cache)
+        return x[0]
 
     def carried(self, out: mx.array) -> mx.array:
         return self.norm(out) if self.config.carries_normed else out

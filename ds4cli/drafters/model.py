@@ -9,10 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds4cli.arrays import integer
-from ds4cli.drafters.drafter import Drafter
+import mlx.core as mx
+
+from ds4cli.arrays import integer, integers
+from ds4cli.drafters.drafter import Drafter, Together
+from ds4cli.lanes.arm import Lanes
 from ds4cli.rewind.timeline import Timeline
-from ds4cli.sampling import Sampler
+from ds4cli.rewind.together import evaluate_together, feed_together
+from ds4cli.sampling import Chooser, Sampler
+from ds4cli.tokens import common_prefix
+
+# Tokens of a text that were not read yet and that are read in a call with those of other texts.
+MOST_TOGETHER = 32
 
 
 class ModelDrafter(Drafter):
@@ -23,7 +31,7 @@ class ModelDrafter(Drafter):
 
     def __init__(self, timeline: Timeline, sampler: Sampler):
         self.timeline = timeline
-        self._sampler = sampler
+        self.sampler = sampler
 
     def propose(self, tokens: Sequence[int], n: int) -> list[int]:
         """The draft model's own picks for the n tokens after `tokens`."""
@@ -39,10 +47,51 @@ class ModelDrafter(Drafter):
     def _pick(self, history: Sequence[int]) -> int:
         row = self.timeline.logits
         assert row is not None, "a text was read"
-        return integer(self._sampler.pick(row[None], self.timeline.pos, history))
+        return integer(self.sampler.pick(row[None], self.timeline.pos, history))
+
+    def stand_before(self, text: Sequence[int]) -> list[int]:
+        """Stand at the last position from which little of `text` is left, at least its last token;
+        returns that."""
+        common = common_prefix(self.timeline.tokens, text[:-1])
+        if len(text) - common > MOST_TOGETHER:
+            common = len(text) - 1
+        self.timeline.sync(text[:common])
+        return list(text[common:])
+
+    def together(self) -> ModelsTogether:
+        return ModelsTogether(self.timeline)
 
     def use(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+        self.sampler = sampler
 
     def fork(self) -> ModelDrafter:
-        return ModelDrafter(self.timeline.fork(), self._sampler)
+        return ModelDrafter(self.timeline.fork(), self.sampler)
+
+
+class ModelsTogether(Together):
+    """Runs the draft model for several sessions in one call, token by token. ModelError for a model
+    that cannot be run so."""
+
+    def __init__(self, timeline: Timeline):
+        self._lanes = Lanes.arm(timeline.model, timeline.new_caches)
+
+    def propose(
+        self, parts: Sequence[ModelDrafter], texts: Sequence[Sequence[int]], n: int
+    ) -> list[list[int]]:
+        feeds = [part.stand_before(text) for part, text in zip(parts, texts, strict=True)]
+        timelines = [part.timeline for part in parts]
+        chooser = Chooser([part.sampler for part in parts], texts)
+        drafts: list[list[int]] = [[] for _ in parts]
+        for _ in range(n):
+            rows = feed_together(timelines, feeds, self._lanes)
+            picks = chooser.pick(mx.concatenate([own[-1:] for own in rows]))
+            evaluate_together(timelines, picks)
+            for timeline, feed in zip(timelines, feeds, strict=True):
+                timeline.commit(len(feed))
+            feeds = [[pick] for pick in integers(picks)]
+            for own, feed in zip(drafts, feeds, strict=True):
+                own += feed
+        return drafts
+
+    def close(self) -> None:
+        self._lanes.disarm()

@@ -140,6 +140,22 @@ class DraftPolicy:
                     best, self.source = (drafts[: len(alive)], alive), part.name
         return best
 
+    def hope(self, drafter: Drafter, pos: int, room: int, region: str = "prose") -> Offer | None:
+        """What a part that takes time may have to offer at `pos` in such a call, if it is asked."""
+        if room <= 0 or (self._mode == "tools" and region != "tool"):
+            return None
+        for part in drafter.parts:
+            if not part.is_free:
+                place = self._known.place(part, region, pos)
+                return Offer(part, place, place.chances, None, k=int(min(room, part.max_drafts)))
+        return None
+
+    def heard(self, hope: Offer, tokens: Sequence[int], drafts: list[int]) -> list[float]:
+        """It was asked among others, and gave these guesses: the chance that the first, the first
+        two, ... are kept."""
+        self._watch(tokens, drafts, hope.place, hope.place.about(hope.part.confidence, True))
+        return list(hope.place.sure(hope.part.confidence).survival(len(drafts)))
+
     def kept(self, tokens: int) -> None:
         """A block of a call for several committed so many tokens."""
         self._count(tokens)
@@ -163,7 +179,7 @@ class DraftPolicy:
     def choose(
         self, drafter: Drafter, tokens: Sequence[int], room: int, region: str
     ) -> Offer | None:
-        """The offer to take, if any."""
+        """The offer to take, if any: `give` makes it guesses, a step of `draft` each."""
         if self._by_rule:
             self._known = Experience()  # what earlier text showed depends on which was read here
         self._compare(tokens)
@@ -280,15 +296,16 @@ class DraftPolicy:
                 return offer
         return None
 
-    def give(self, offer: Offer, tokens: Sequence[int]) -> list[int]:
-        """The guesses to feed. A costly part is asked now, and how sure it is counts as well."""
+    def give(self, offer: Offer, tokens: Sequence[int], said: list[int] | None = None) -> list[int]:
+        """The guesses to feed. A costly part is asked now, unless it `said` something to who asked
+        several, and how sure it is counts as well."""
         part, drafts, k = offer.part, offer.drafts, offer.k
         if offer.is_probe:
             offer.place.begin_probe()
         if offer.is_trial:
             self._untried, self._trial_after = 0, 2 * self._trial_after
         if drafts is None:
-            drafts = self._ask(offer, tokens)
+            drafts = self._ask(offer, tokens) if said is None else said
             self._watch(tokens, drafts, offer.place, offer.place.about(part.confidence, True))
             if part.confidence and self._mode != "always" and self.chooses and not offer.is_probe:
                 chances = offer.place.sure(part.confidence)

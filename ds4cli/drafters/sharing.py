@@ -77,24 +77,27 @@ class RoundCosts:
         return 1 + row * (rows / lanes - 1) + length * (lengths - 1)
 
 
-def share(costs: RoundCosts, lanes: int, chances: Sequence[Sequence[float]]) -> list[int]:
-    """How many guesses of each offer to feed in a round of `lanes` lanes. chances: per offer, that
-    its first guess is kept, its first two, ..."""
+def share(
+    costs: RoundCosts, lanes: int, chances: Sequence[Sequence[float]], spent: float = 0.0
+) -> tuple[list[int], float]:
+    """How many guesses of each offer to feed in a round of `lanes` lanes, and the tokens that the
+    time of a plain round then makes. chances: per offer, that its first guess is kept, its first
+    two, ... spent: what making them took, in plain rounds."""
     if not costs.is_known:
         chances = [own[:FIRST_GUESSES] for own in chances]
     fed, best = [0] * len(chances), [0] * len(chances)
-    tokens, highest = float(lanes), (1 + WORTHWHILE) * lanes
+    tokens, highest = float(lanes), (1 + WORTHWHILE) * lanes / (1 + spent)
     while True:
         nexts = [
             (own[k], i) for i, (own, k) in enumerate(zip(chances, fed, strict=True)) if k < len(own)
         ]
         chance, i = max(nexts, default=(0.0, 0))
         if chance < HARDLY:
-            return best
+            return best, highest
         tokens += chance
         fed[i] += 1
         lengths = {k + 1 for k in fed} | ({1} if len(fed) < lanes else set())
-        rate = tokens / costs.cost(lanes, lanes + sum(fed), len(lengths))
+        rate = tokens / (spent + costs.cost(lanes, lanes + sum(fed), len(lengths)))
         if rate > highest:
             highest, best = rate, list(fed)
 

@@ -150,15 +150,6 @@ class Lane:
         """Whether the token that the next block begins with is known."""
         return not self._open
 
-    def offer(self, is_shared: bool) -> tuple[list[int], list[float]]:
-        """Guesses for the next block, with their chances; where they are not shared out, all that
-        the session itself would feed."""
-        session = self.session
-        first = session.next_token()
-        if is_shared:
-            return session.offer(first, self._left)
-        return session.propose(first, self._left), []
-
     def guess(self, drafts: list[int]) -> None:
         """The next block carries these."""
         self._drafts = drafts
@@ -181,7 +172,8 @@ class Lane:
         return [self.session.next_token(), *self._drafts]
 
     @property
-    def _left(self) -> int | None:
+    def left(self) -> int | None:
+        """Tokens until the reply has to end; None without a limit."""
         end = self._reply.end
         return None if end is None else end - self.timeline.pos
 
@@ -204,7 +196,7 @@ class Lane:
     @property
     def _may_run_ahead(self) -> bool:
         """Whether the oldest open block may be built on before its pick is known."""
-        left = self._left
+        left = self.left
         return self.session.runs_ahead and (left is None or left > 1)
 
     def fail(self, error: Exception) -> None:
@@ -309,7 +301,7 @@ class Group:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.lanes: list[Lane] = []
-        self.guesses = Guesses(self.lanes, clock)
+        self.guesses = Guesses(self.lanes, warn, clock)
         self._hooks = engine.lanes()
         self._warn = warn
         self.is_apart = False  # one after the other, because calls for all fail
@@ -318,6 +310,7 @@ class Group:
         """No lane is written any more; the model is as it was."""
         for lane in list(self.lanes):
             self.leave(lane)
+        self.guesses.close()
         self._hooks.disarm()
 
     def join(self, session: Session, **limits: Any) -> Lane:

@@ -1,30 +1,91 @@
 """Guesses for the lanes of a group: whose are fed, and how many, in one call for all.
 
 A lane that knows its next token offers what it can guess behind it, and rows are shared out among
-the offers (`drafters/sharing.py`). What calls cost is learnt by timing the rounds that run.
+the offers (`drafters/sharing.py`). Drafters that take time, a head or a draft model, are asked for
+all lanes at once, where what they are expected to say pays. What calls and drafts cost is learnt by
+timing those that are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
+from ds4cli.drafters.asking import Asking
+from ds4cli.drafters.drafter import Drafter, Together
 from ds4cli.drafters.sharing import RoundCosts, is_worth_stopping, share
+from ds4cli.errors import ModelError
 
 if TYPE_CHECKING:
+    from ds4cli.drafters.policy import Offer
     from ds4cli.engine.group import Lane
-    from ds4cli.engine.session import Session
+    from ds4cli.engine.session import Chosen, Session
+
+# Rounds between two looks at whether it pays to ask who takes time, while it does not.
+PAUSE = 8
+
+
+class _Turn:
+    """What a lane may feed next: `drafts`, kept with these `chances`.
+
+    chosen: what its session decided, where that is not shared out. offer: of a part that takes time
+    and may be asked. asked: for how many guesses it is. said: which these are.
+    """
+
+    def __init__(self, lane: Lane):
+        self.lane = lane
+        self.drafts: list[int] = []
+        self.chances: list[float] = []
+        self.chosen: Chosen | None = None
+        self.offer: Offer | None = None
+        self.asked = 0
+        self.said: list[int] | None = None
+
+    @property
+    def part(self) -> Drafter:
+        assert self.offer is not None, "somebody is to be asked"
+        return self.offer.part
+
+    @property
+    def text(self) -> Sequence[int]:
+        session = self.lane.session
+        return session.ids_to(session.next_token())
+
+    @cached_property
+    def hopes(self) -> list[float]:
+        """The chance that the first guess of who takes time is kept, the first two, ..."""
+        return [] if self.offer is None else list(self.offer.chances.survival(self.offer.k))
+
+    def hear(self, guesses: list[int]) -> None:
+        """Who was asked says this."""
+        self.said = guesses[: self.asked]
+        if self.chosen is None and self.offer is not None and self.said:
+            session = self.lane.session
+            self.drafts, self.chances = session.heard(self.offer, self.said)
 
 
 class Guesses:
     """What is fed behind the next tokens. lanes: those of the group, as they come and go."""
 
-    def __init__(self, lanes: Sequence[Lane], clock: Callable[[], float]):
-        self._lanes = lanes
-        self._clock = clock
+    def __init__(
+        self, lanes: Sequence[Lane], warn: Callable[[str], None], clock: Callable[[], float]
+    ):
+        self._lanes, self._warn, self._clock = lanes, warn, clock
         self._costs = RoundCosts()
         # When the last call was made, its lanes, rows, and lengths of blocks.
         self._round: tuple[float, int, int, int] | None = None
+        self._asked_s = 0.0  # for asking, since then
+        self._askers: dict[str, _Asker] = {}
+        self._unplanned = 0  # rounds since it was decided whether to ask
+
+    def close(self) -> None:
+        """Nothing is guessed any more."""
+        for asker in self._askers.values():
+            asker.together.close()
+        self._askers.clear()
 
     # -- what rounds cost -------------------------------------------------------------------------
 
@@ -33,39 +94,63 @@ class Guesses:
         now = self._clock()
         if self._round is not None:
             begin, lanes, rows, lengths = self._round
-            self._costs.observe(lanes, rows, lengths, now - begin)
+            self._costs.observe(lanes, rows, lengths, now - begin - self._asked_s)
         sizes = [lane.size for lane in due]
         is_whole = len(due) == len(self._lanes)
         self._round = (now, len(due), sum(sizes), len({*sizes})) if is_whole else None
+        self._asked_s = 0.0
 
     def interrupt(self) -> None:
         """More is done in this round than a call: it says nothing of what rounds cost."""
         self._round = None
 
+    @property
+    def _plain(self) -> float:
+        """Seconds of a round of one row a lane; 0 while that is not known."""
+        return self._costs.plain(len(self._lanes))
+
     # -- what is fed ------------------------------------------------------------------------------
 
     def make(self, lanes: Sequence[Lane]) -> None:
         """Give lanes that know their next token the guesses that pay."""
-        offers: list[tuple[Lane, list[int], list[float]]] = []
-        for lane in lanes:
-            try:
-                is_shared = self._shares_out(lane.session)
-                drafts, chances = lane.offer(is_shared)
-            except Exception as error:
-                lane.fail(error)
-                continue
-            if not is_shared:
-                lane.guess(drafts)
-            elif drafts:
-                offers.append((lane, drafts, chances))
-        if not offers or not self._costs.plain(len(self._lanes)):
+        self._look_ahead()
+        turns = [turn for lane in lanes for turn in self._begun(lane)]
+        self._choose_whom_to_ask(turns)
+        asked_s = self._ask([turn for turn in turns if turn.asked])
+        for turn in turns:
+            if turn.chosen is not None:
+                with _failing(turn.lane):
+                    turn.lane.guess(turn.lane.session.give(turn.chosen, turn.said))
+        offers = [turn for turn in turns if turn.chosen is None and turn.drafts]
+        if offers and self._plain:
+            self._share_out(offers, asked_s / self._plain)
+
+    def _begun(self, lane: Lane) -> Iterator[_Turn]:
+        """The lane's turn; none where it fails, or has nobody to guess."""
+        session, turn = lane.session, _Turn(lane)
+        if not session.is_drafting:
             return
-        fed = share(self._costs, len(self._lanes), [chances for *_, chances in offers])
+        with _failing(lane):
+            first, left = session.next_token(), lane.left
+            if self._shares_out(session):
+                turn.drafts, turn.chances = session.offer(first, left)
+                turn.offer = session.hope(left) if self._is_asking else None
+            else:
+                turn.chosen = session.choose(first, left)
+                turn.offer = turn.chosen.offer
+                if turn.offer is not None and turn.offer.drafts is None:
+                    turn.asked = turn.offer.k
+            yield turn
+
+    def _share_out(self, turns: Sequence[_Turn], spent: float) -> None:
+        """Feed what pays. spent: for asking, in plain rounds."""
+        chances = [turn.chances for turn in turns]
+        fed, _ = share(self._costs, len(self._lanes), chances, spent)
         if not any(fed):
             self._costs.forget()
-        for (lane, drafts, _), k in zip(offers, fed, strict=True):
-            lane.session.stats.parked += not k
-            lane.guess(drafts[:k])
+        for turn, k in zip(turns, fed, strict=True):
+            turn.lane.session.stats.parked += not k
+            turn.lane.guess(turn.drafts[:k])
 
     def _shares_out(self, session: Session) -> bool:
         """Whether it is decided here, not by the session, if guesses pay."""
@@ -78,7 +163,132 @@ class Guesses:
         if not self._shares_out(session):
             return session.wants(token, end)
         left = None if end is None else end - session.pos
-        if not self._costs.plain(len(self._lanes)):
+        if not self._plain:
             return False
+        if self._is_asking and session.hope(left) is not None:
+            return True
         _, chances = session.offer(token, left)
         return is_worth_stopping(self._costs, len(self._lanes), chances)
+
+    # -- who takes time ---------------------------------------------------------------------------
+
+    @property
+    def _is_asking(self) -> bool:
+        return any([asker.asking.length for asker in self._askers.values()])
+
+    def _look_ahead(self) -> None:
+        """Decide whether drafters that take time are asked from here on: lanes that run ahead stop
+        for that, all in the same round."""
+        self._unplanned += 1
+        if not self._plain or (not self._is_asking and self._unplanned < PAUSE):
+            return
+        kinds: dict[str, list[_Turn]] = {}
+        for lane in self._lanes:
+            turn = _Turn(lane)
+            turn.offer = lane.session.hope(lane.left) if self._shares_out(lane.session) else None
+            if turn.offer is not None:
+                kinds.setdefault(turn.part.name, []).append(turn)
+        for name, asker in self._askers.items():
+            asker.asking.length *= name in kinds
+        for turns in kinds.values():
+            asking, hopes = self._asker(turns[0].part).asking, [turn.hopes for turn in turns]
+            asking.plan(self._costs, len(self._lanes), hopes, self._unplanned)
+        self._unplanned = 0
+
+    def _choose_whom_to_ask(self, turns: Sequence[_Turn]) -> None:
+        """Those that are likely to say more than is there already, if that pays."""
+        for name, asker in self._askers.items() if self._plain else ():
+            most = asker.asking.length
+            own = [turn for turn in turns if turn.chosen is None and turn.offer is not None]
+            own = [turn for turn in own if turn.part.name == name]
+            own = [turn for turn in own if sum(turn.hopes[:most]) > sum(turn.chances)]
+            if not most or not own:
+                continue
+            free = [turn.chances for turn in turns if turn not in own]
+            hopes = [turn.hopes for turn in own]
+            n = asker.asking.guesses(self._costs, len(self._lanes), hopes, free)
+            for turn in own:
+                turn.asked = min(n, len(turn.hopes))
+
+    def _asker(self, part: Drafter) -> _Asker:
+        if part.name not in self._askers:
+            self._askers[part.name] = _Asker(part, self._warn)
+        return self._askers[part.name]
+
+    def _ask(self, turns: Sequence[_Turn]) -> float:
+        """Ask each of its guesses, all of a kind at once. Returns the seconds that it took."""
+        begin = self._clock()
+        kinds: dict[str, list[_Turn]] = {}
+        for turn in turns:
+            kinds.setdefault(turn.part.name, []).append(turn)
+        for own in kinds.values():
+            asker, began = self._asker(own[0].part), self._clock()
+            is_known = asker.meet(own)
+            n = max(turn.asked for turn in own)
+            asker.ask(own, n)
+            if is_known:
+                asker.asking.observe(len(own), n, self._clock() - began)
+        took = self._clock() - begin
+        self._asked_s += took
+        return took
+
+
+class _Asker:
+    """Asks the parts of one kind, of all lanes. asking: when that pays."""
+
+    def __init__(self, part: Drafter, warn: Callable[[str], None]):
+        self.asking = Asking(part)
+        self._warn = warn
+        self._met: WeakSet[Drafter] = WeakSet()
+        try:
+            self.together = part.together()
+        except ModelError as error:
+            self._take_apart(part.name, error)
+
+    def _take_apart(self, name: str, error: Exception) -> None:
+        self.together = Together()
+        self._warn(f"`{name}` guesses for one line after the other: {error}")
+
+    def meet(self, turns: Sequence[_Turn]) -> bool:
+        """Whether all were asked before: the first time, a part reads its prompt."""
+        known = all(turn.part in self._met for turn in turns)
+        self._met.update(turn.part for turn in turns)
+        return known
+
+    def ask(self, turns: Sequence[_Turn], n: int) -> None:
+        """At most n guesses of each. Where not all can be asked at once, one after the other."""
+        try:
+            with ExitStack() as around:
+                for turn in turns:
+                    around.enter_context(turn.lane.session.drafting())
+                parts, texts = [turn.part for turn in turns], [turn.text for turn in turns]
+                found = self.together.propose(parts, texts, n)
+        except Exception as error:
+            if not self._ask_each(turns):
+                self._take_apart(turns[0].part.name, error)
+            return
+        for turn, guesses in zip(turns, found, strict=True):
+            with _failing(turn.lane):
+                turn.hear(guesses)
+
+    def _ask_each(self, turns: Sequence[_Turn]) -> int:
+        """How many failed."""
+        failed = 0
+        for turn in turns:
+            try:
+                with turn.lane.session.drafting():
+                    guesses = turn.part.propose(turn.text, turn.asked)
+                turn.hear(guesses)
+            except Exception as error:
+                turn.lane.fail(error)
+                failed += 1
+        return failed
+
+
+@contextmanager
+def _failing(lane: Lane) -> Iterator[None]:
+    """Around what one lane brings about: the others are not to suffer."""
+    try:
+        yield
+    except Exception as error:
+        lane.fail(error)

@@ -14,12 +14,12 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 
 from ds4cli.arrays import integer
-from ds4cli.drafters.policy import DraftPolicy
+from ds4cli.drafters.policy import DraftPolicy, Offer
 from ds4cli.engine.generation import Event, Generation, Repair
 from ds4cli.engine.reply import ReplyText
 from ds4cli.engine.scores import Score, Scores
@@ -47,6 +47,16 @@ class Step:
 
     tokens: list[int]
     finish_reason: str | None = None
+
+
+class Chosen(NamedTuple):
+    """Whose guesses are fed behind `first`, at most `room` of them; None for nobody's. forced: what
+    an open call leaves no choice about."""
+
+    first: int
+    room: int
+    forced: list[int]
+    offer: Offer | None
 
 
 @dataclass
@@ -134,7 +144,7 @@ class Session:
             None  # row, attempt, the token picked from it
         )
         self.moves = 0  # how often the session was taken elsewhere
-        self._drafted_ids: list[int] = []  # what the drafter was given last, see `_ids_to`
+        self._drafted_ids: list[int] = []  # what the drafter was given last, see `ids_to`
         self.generation: Generation | None = None  # the reply being streamed
         self._scores: Scores | None = None
         self._knows_prices = False
@@ -261,13 +271,13 @@ class Session:
         if self.drafter.name == "none":
             return
         try:
-            with self._drafting():
+            with self.drafting():
                 self.drafter.rewind(self._timeline.pos)
         except Exception as error:  # the move is made, and a drafter may cost time only
             self.engine.notices.append(f"`{self.drafter.name}` begins anew: {error!r}")
 
     @contextmanager
-    def _drafting(self) -> Iterator[None]:
+    def drafting(self) -> Iterator[None]:
         """Around all that a drafter does by itself: cut short anywhere, it forgets all it knew."""
         try:
             yield
@@ -276,7 +286,7 @@ class Session:
             raise
 
     def _observe(self, start: int, hidden: Sequence[mx.array]) -> None:
-        with self._drafting():
+        with self.drafting():
             self.drafter.observe(start, hidden)
 
     def _check_thread(self) -> None:
@@ -382,23 +392,29 @@ class Session:
         """Whether there is anyone to ask for guesses."""
         return self.drafter.name != "none"
 
-    @property
-    def drafts_alone(self) -> list[str]:
-        """Whose guesses take time, and are asked for only while no other text is written: among
-        others they would be made one text after the other, while all wait."""
-        decides = self.policy.chooses and self.policy.runs_ahead
-        return [part.name for part in self.drafter.parts if decides and not part.is_free]
-
     def propose(self, first: int, max_tokens: int | None) -> list[int]:
         """Guesses for what follows `first`, the token that is fed next: what an open call leaves no
         choice about, or the drafter's, if these say no other and more, and what must follow."""
         if not self.is_drafting:
             return []
+        return self.give(self.choose(first, max_tokens))
+
+    def choose(self, first: int, max_tokens: int | None) -> Chosen:
+        """The first half of `propose`: whose guesses, and how many. Who takes time is not asked."""
         self._look_up_prices()
         room = self.room(max_tokens)
-        forced, drafts = self.forced([first], room), []
+        forced, offer = self.forced([first], room), None
         if not forced or all(part.is_free for part in self.drafter.parts):
-            drafts = self._ask(self.policy.draft, first, room)
+            offer = self._ask(self.policy.choose, first, room)
+        return Chosen(first, room, forced, offer)
+
+    def give(self, chosen: Chosen, said: list[int] | None = None) -> list[int]:
+        """The second half. said: what the drafter says, where others asked it."""
+        first, room, forced, offer = chosen
+        drafts: list[int] = []
+        if offer is not None:
+            with self.drafting():
+                drafts = self.policy.give(offer, self.ids_to(first), said)
         self.guessed_by = self.policy.source
         if self.generation is not None and drafts:
             drafts = self.generation.allowed(first, drafts)
@@ -421,6 +437,20 @@ class Session:
             return forced, [FORCED_CHANCE**i for i in range(1, len(forced) + 1)]
         return drafts, chances[: len(drafts)]
 
+    def hope(self, max_tokens: int | None) -> Offer | None:
+        """What a drafter that takes time may have to offer in such a call, if it is asked."""
+        room = self.room(max_tokens)
+        return self.policy.hope(self.drafter, self.pos + 1, room, self._region)
+
+    def heard(self, hope: Offer, drafts: list[int]) -> tuple[list[int], list[float]]:
+        """It was asked behind the token fed next, and gave these guesses: see `offer`."""
+        first = self.next_token()
+        chances = self.policy.heard(hope, self.ids_to(first), drafts)
+        self.guessed_by = hope.part.name
+        if self.generation is not None:
+            drafts = self.generation.allowed(first, drafts)
+        return drafts[: len(chances)], chances[: len(drafts)]
+
     def forced(self, tokens: list[int], room: int) -> list[int]:
         """What the syntax of an open call lets follow `tokens`, where that is one text only."""
         if self.generation is None or room <= 0:
@@ -431,12 +461,12 @@ class Session:
     def _ask(self, question: Callable[..., Any], last: int, room: int) -> Any:
         """Ask the controller about the text that ends with `last`."""
         before = self.policy.parked
-        with self._drafting():
-            answer = question(self.drafter, self._ids_to(last), room, self._region)
+        with self.drafting():
+            answer = question(self.drafter, self.ids_to(last), room, self._region)
         self.stats.parked += self.policy.parked - before
         return answer
 
-    def _ids_to(self, last: int) -> list[int]:
+    def ids_to(self, last: int) -> list[int]:
         """The tokens and `last`, in one list that grows: no copy of the context per token."""
         ids = self._drafted_ids
         del ids[-1:]

@@ -151,8 +151,11 @@ class Timeline:
 
     def _empty(self) -> Moment:
         """New caches, nothing read."""
-        layers = Layers(build_caches(self.model, self.limits.slack_tokens, *self._kv))
-        return Moment(layers, [], 0, 0, None, (0, 0), *self._records())
+        return Moment(Layers(self.new_caches()), [], 0, 0, None, (0, 0), *self._records())
+
+    def new_caches(self) -> list[Any]:
+        """Empty ones, as those of this timeline."""
+        return build_caches(self.model, self.limits.slack_tokens, *self._kv)
 
     def _records(self) -> tuple[Horizon, Checkpoints]:
         """Nothing kept for going back yet."""

@@ -1,0 +1,75 @@
+"""Drafters of lanes that take time to ask, heads and draft models: when all are asked at once.
+
+One draft for all lanes costs every one of them the same wait, so it is made where what all are
+expected to guess is worth that. No mlx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ds4cli.drafters.costs import DraftTimes
+from ds4cli.drafters.drafter import Drafter
+from ds4cli.drafters.policy import LEAST_PROBING, LESS_PROBING, MOST_PROBING
+from ds4cli.drafters.sharing import FIRST_GUESSES, MISSED, RoundCosts, share
+
+# Per lane, the chance that its first guess is kept, its first two, ...
+Chances = Sequence[Sequence[float]]
+
+
+class Asking:
+    """When to ask the parts of one kind, and for how many guesses.
+
+    length: guesses to ask for in this round; 0 while that does not pay. Then a draft is made now
+    and then, ever more rarely: what it guessed is compared with the text, fed or not.
+    """
+
+    def __init__(self, part: Drafter):
+        self.length = 0
+        self._reach, self._at_once = part.first_reach, part.drafts_at_once
+        self._times: dict[int, DraftTimes] = {}  # by lanes
+        self._credit, self._share = 0.0, MOST_PROBING
+        self._is_probe = False
+
+    def observe(self, lanes: int, guesses: int, seconds: float) -> None:
+        """A draft of so many guesses, for so many lanes, was made."""
+        times = self._times.setdefault(lanes, DraftTimes(at_once=self._at_once))
+        times.observe(guesses, seconds)
+
+    def seconds(self, lanes: int, guesses: int) -> float:
+        """What that is expected to take: as for the number of lanes next to it that was seen."""
+        known = [n for n, times in self._times.items() if any(times.line)]
+        nearest = min(known, key=lambda n: abs(n - lanes), default=None)
+        return 0.0 if nearest is None else self._times[nearest].seconds(guesses)
+
+    def plan(self, costs: RoundCosts, lanes: int, hopes: Chances, rounds: int) -> None:
+        """Decide for the next rounds. rounds: that went by since it was last decided."""
+        self.length, self._is_probe = self._best(costs, lanes, hopes, ()), False
+        if self.length:
+            self._share = MOST_PROBING
+            return
+        self._credit += rounds * self._share
+        price = MISSED + self.seconds(len(hopes), self._reach) / costs.plain(lanes)
+        if self._credit >= price:
+            self._credit, self._share = 0.0, max(LEAST_PROBING, LESS_PROBING * self._share)
+            self.length, self._is_probe = self._reach, True
+
+    def guesses(self, costs: RoundCosts, lanes: int, hopes: Chances, free: Chances) -> int:
+        """How many to ask for now. hopes: of the lanes that may be asked; free: of the others, what
+        they have to feed already."""
+        return self._reach if self._is_probe else self._best(costs, lanes, hopes, free)
+
+    def _best(self, costs: RoundCosts, lanes: int, hopes: Chances, free: Chances) -> int:
+        """Of the guesses that make more tokens in the same time than none; 0 if there are none."""
+        fed, best = share(costs, lanes, free)
+        tokens = lanes + sum(sum(own[:k]) for own, k in zip(free, fed, strict=True))
+        rows, found = lanes + sum(fed), 0
+        most = max(map(len, hopes), default=0)
+        for n in range(1, most + 1 if costs.is_known else FIRST_GUESSES + 1):
+            more = [own[n - 1] for own in hopes if len(own) >= n]
+            tokens, rows = tokens + sum(more), rows + len(more)
+            spent = self.seconds(len(hopes), n) / costs.plain(lanes)
+            rate = tokens / (spent + costs.cost(lanes, rows, 1))
+            if rate > best:
+                found, best = n, rate
+        return found
