@@ -304,7 +304,7 @@ class Plain:
         out, chances, state = list(tokens), [], mx.zeros(RANK)
         for i in range(min(n, len(s))):
             head = self.w.get("lm_head.weight")
-            row = self.target.head(s[i : i + 1])[0] if head is None else head @ s[i]
+            row = self.target.output(s[i : i + 1])[0] if head is None else head @ s[i]
             if self.c.selector_rank:
                 row = self.select(row, s[i], out[-1])
             if self.c.markov_rank:

@@ -225,7 +225,7 @@ class Rig:
 
     def feed(self, n: int) -> list[int]:
         new = self.words(n)
-        self.layers.forget_ahead()
+        self.layers.forget_redo()
         self.call(new)
         self.kept = {p: kept for p, kept in self.kept.items() if p <= len(self.tokens)}
         self.tokens = self.known = [*self.tokens, *new]
@@ -250,7 +250,7 @@ class Rig:
     def check(self) -> None:
         """A probe token after this state gets the logits it gets after a fresh prefill."""
         assert {a.pos() for a in self.seekable} <= {len(self.tokens)}
-        self.layers.forget_ahead()
+        self.layers.forget_redo()
         hold = self.layers.hold()
         probe = self.words(1)
         row = self.call(probe)[-1]
@@ -370,7 +370,7 @@ def test_the_reach_never_shrinks_below_the_slack(name):
 
 def abort(rig: Rig, layer: int, n: int) -> None:
     """A call of n tokens that dies after `layer`, undone."""
-    rig.layers.forget_ahead()
+    rig.layers.forget_redo()
     hold = rig.layers.hold()
     with failing_layer(rig.model, layer), pytest.raises(KeyboardInterrupt):
         rig.call(rig.words(n))
@@ -706,7 +706,7 @@ def test_rows_that_a_write_gave_up_are_freed():
     size = nbytes(layers)
     before = mx.get_active_memory()
     layers.stand(10, [])
-    layers.forget_ahead()
+    layers.forget_redo()
     write(layers)
     assert mx.get_active_memory() < before - size / 2
 
@@ -717,7 +717,7 @@ def test_every_cache_kind_says_what_it_can(kind):
     assert {kind.seekable, kind.keeps_every_row, kind.splits_long_calls} <= {True, False}
     assert kind.kind
     inherited = [n for n, f in vars(LayerAdapter).items() if callable(f) and not n.startswith("__")]
-    optional = {"leave", "restores", "checkpoint_arrays", "forget_ahead", "saved_rows"}
+    optional = {"leave", "restores", "checkpoint_arrays", "forget_redo", "saved_rows"}
     missing = [n for n in inherited if getattr(kind, n) is getattr(LayerAdapter, n)]
     assert set(missing) <= optional
 

@@ -48,7 +48,7 @@ def segment_of(text: list[int], start: int, rows: int | None = None) -> Segment:
     """The segment of the call that fed text[start:], of which `rows` stay."""
     logits = wide(range(start + 1, len(text) + 1))
     made = Segment(start, len(text), tape_of(text[start:]), (logits,), state(text[:start]))
-    return made if rows is None else made.head(rows)
+    return made if rows is None else made.first(rows)
 
 
 class Fed:
@@ -133,7 +133,7 @@ def test_any_course_of_calls_and_ways_back(moves, limit, budget):
         fed.check()
         if kind in ("feed", "singles"):
             assert horizon.nbytes <= budget or len(horizon.segments) == 1
-            assert horizon.held_bytes >= horizon.nbytes
+            assert horizon.about_bytes >= horizon.nbytes
     for twin in left:
         twin.check()
 
@@ -189,7 +189,7 @@ def test_cut_to_nothing_it_is_empty():
     fed.back(6).check()
     assert fed.horizon.rows() == range(4, 7)
     fed.horizon.clear()
-    assert (fed.horizon.segments, fed.horizon.start_row, fed.horizon.held_bytes) == ([], None, 0)
+    assert (fed.horizon.segments, fed.horizon.start_row, fed.horizon.about_bytes) == ([], None, 0)
 
 
 def test_short_of_budget_the_oldest_positions_go():
@@ -225,7 +225,7 @@ def test_bytes_are_those_of_tape_rows_and_checkpoints():
     """Bytes that are not counted are taken beyond the budget."""
     one = segment_of([1, 2, 3], 1)
     assert one.nbytes == 2 * LAYERS * ROW_BYTES + 2 * ROW_BYTES + LAYERS * ROW_BYTES
-    assert one.head(1).packed().nbytes == LAYERS * ROW_BYTES + ROW_BYTES + LAYERS * ROW_BYTES
+    assert one.first(1).packed().nbytes == LAYERS * ROW_BYTES + ROW_BYTES + LAYERS * ROW_BYTES
     assert slots_nbytes([[None, wide([1])], []]) == ROW_BYTES
     fed = Fed(40).feed(2)
     assert fed.horizon.nbytes == segment_of(fed.text, 0).nbytes
@@ -236,8 +236,8 @@ def test_bytes_are_those_of_tape_rows_and_checkpoints():
 def test_bytes_are_followed_without_counting():
     """A sum that drifts away from what is kept: nothing is dropped, or everything."""
     fed = Fed(300).singles(100)
-    assert fed.horizon.held_bytes == fed.horizon.nbytes + SIZES.state
-    assert Fed(300).horizon.held_bytes == 0
+    assert fed.horizon.about_bytes == fed.horizon.nbytes + SIZES.state
+    assert Fed(300).horizon.about_bytes == 0
 
 
 def test_a_copy_is_all_of_it():
@@ -303,11 +303,11 @@ def test_a_long_call_comes_in_pieces():
 def test_parts_of_a_segment_hold_all_of_it():
     """The rows of a long block of which one was kept stay alive, and were counted as one."""
     whole = segment_of([3, 1, 4, 1, 5, 9], 0)
-    part, rest = whole.head(2), whole.tail(4, None)
+    part, rest = whole.first(2), whole.last(4, None)
     assert part.nbytes == whole.nbytes and rest.nbytes == whole.nbytes - LAYERS * ROW_BYTES
     assert (part.start, part.end, rest.start, rest.end) == (0, 2, 2, 6)
     assert part.row(2)[0].item() == 2 and rest.row(3)[0].item() == 3
-    assert part.head(1).nbytes == whole.nbytes and not part.is_packed
+    assert part.first(1).nbytes == whole.nbytes and not part.is_packed
     own = part.packed()
     assert own.nbytes == 2 * POSITION_BYTES + LAYERS * ROW_BYTES and own.is_packed
     assert own.row(1)[0].item() == 1

@@ -159,7 +159,7 @@ class Reference:
         known = list(tokens)
         for _ in range(n):
             out = self.run(rows, base)[-1]
-            logits = self.target.head(out[None])
+            logits = self.target.output(out[None])
             known.append(sampler.pick(logits, len(known), known).item())
             rows.append(self.row(known[-1], out))
         return known[len(tokens) :]

@@ -172,7 +172,7 @@ class Reference:
             out = self.run(rows)
             last = "final_layernorm" if self.name == "mimo" else "shared_head.norm"
             normed = self.norm(out, last)
-            logits = self.target.head(normed[None])
+            logits = self.target.output(normed[None])
             known.append(sampler.pick(logits, len(known), known).item())
             rows.append(self.row(known[-1], normed if self.name == "mimo" else out))
         return known[len(tokens) :]

@@ -528,7 +528,7 @@ def test_a_head_offers_no_more_than_it_can_give():
     """A head of eight guesses was valued as if it could give 24, so that it beat longer copies."""
     copies = Guesser(lambda _: 0.9, name="copy")
     head = Guesser(lambda _: 0.99, is_free=False, name="head", seed=1)
-    head.first_reach, head.max_drafts, head.drafts_at_once = 8, 8, True
+    head.worth_trying, head.max_drafts, head.drafts_at_once = 8, 8, True
 
     def seconds(drafter):
         c = Clock(MACHINES["flat"], drafter, start=0.5, per_draft=0.0)
@@ -542,7 +542,7 @@ def test_a_new_kind_of_text_starts_from_what_is_known_of_all_guesses():
     """Only the first guess was known from elsewhere: a block of eight that is right nearly always
     seemed not to be worth its time in each new kind of text."""
     known, head = Experience(), Guesser(lambda _: 0.98, is_free=False)
-    head.first_reach, head.drafts_at_once = 8, True
+    head.worth_trying, head.drafts_at_once = 8, True
     c = Clock(MACHINES["dear start"], head, start=1.0, per_draft=0.0)
     policy = c.controller()
     policy._known = known

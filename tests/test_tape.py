@@ -141,9 +141,9 @@ def test_concatenated_tapes_replay_like_one_text(armed):
     assert error(tape.replay(starts, len(TEXT)), reached) < 2e-5
     for rows in (1, 2, 4, 6):
         assert error(tape.replay(starts, rows), slots(fresh(model, TEXT[:rows]))) < 2e-5
-        rest = tape.tail(len(TEXT) - rows)
+        rest = tape.last(len(TEXT) - rows)
         assert error(rest.replay(tape.replay(starts, rows), rest.rows), reached) < 2e-5
-        assert error(tape.head(rows).replay(starts, rows), tape.replay(starts, rows)) == 0
+        assert error(tape.first(rows).replay(starts, rows), tape.replay(starts, rows)) == 0
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,8 @@ def test_states_inside_a_call_are_those_of_its_rows(name, monkeypatch):
     caches = fresh(model, PROMPT)
     starts = slots(caches)
     tape = record(model, recorder, caches, text, inner_every=32)
-    assert tape.inner_rows() == [32, 64] and tape.tail(50).inner_rows() == [7, 39]
-    parts = Tape.concat([tape.head(40), tape.tail(35)])
+    assert tape.inner_rows() == [32, 64] and tape.last(50).inner_rows() == [7, 39]
+    parts = Tape.concat([tape.first(40), tape.last(35)])
     assert parts.inner_rows() == [32, 64]
     for rows in (31, 32, 33, 64, 70, 75):
         want = slots(fresh(model, PROMPT, text[:rows]))
@@ -337,7 +337,7 @@ def test_many_single_rows_in_half_precision_are_replayed_as_they_were_rounded(na
     tape = Tape.concat(tapes)
     assert error(tape.replay(starts, tape.rows), slots(caches)) < 1e-5
     halfway = tape.replay(starts, 100)
-    assert error(tape.tail(tape.rows - 100).replay(halfway, tape.rows - 100), slots(caches)) < 1e-5
+    assert error(tape.last(tape.rows - 100).replay(halfway, tape.rows - 100), slots(caches)) < 1e-5
     assert error(tape.compact().replay(starts, 100), halfway) == 0
 
 
@@ -551,7 +551,7 @@ def test_compact_keeps_no_parent_alive():
     tape = record(model, recorder, make_prompt_cache(model), tiny.ids(2000))
     mx.clear_cache()
     whole = mx.get_active_memory()
-    tape = tape.tail(4).compact()
+    tape = tape.last(4).compact()
     mx.eval(tape.arrays())
     mx.clear_cache()
     assert whole - mx.get_active_memory() > 0.9 * 3 * 2000 * 512 * 4

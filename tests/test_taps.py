@@ -26,7 +26,7 @@ def test_the_last_tap_makes_the_logits(family):
     target.prove()
     logits, noted = call(model, [5, 6, 7], Taps.arm(model, [0, target.num_layers - 1]))
     assert [x.shape for x in noted] == [(3, target.hidden_size)] * 2
-    assert mx.allclose(target.head(target.norm(noted[1])), logits, atol=1e-4)
+    assert mx.allclose(target.output(target.norm(noted[1])), logits, atol=1e-4)
     assert not mx.allclose(noted[0], noted[1], atol=1e-2)
 
 

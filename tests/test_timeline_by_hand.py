@@ -592,7 +592,7 @@ def test_bytes_are_those_that_are_kept():
     """Guards: a budget that is kept on paper."""
     t = timeline(*HYBRID, horizon=40, chunk=16)
     assert t.kept_bytes() == {"last_block": 0, "horizon": 0, "checkpoints": 0}
-    assert (t.tape_bytes_per_token, t.record_bytes(t.limits)) == (0, 0)
+    assert (t.tape_bytes_per_token, t.horizon_bytes(t.limits)) == (0, 0)
     t.sync(text(3))
     state, line, tape = 2 * NUMBER_BYTES, 4 * NUMBER_BYTES, 2 * NUMBER_BYTES
     assert t.kept_bytes() == {
@@ -606,10 +606,10 @@ def test_bytes_are_those_that_are_kept():
     assert kept["checkpoints"] == state + line == t.checkpoints.nbytes
     assert (kept["horizon"], kept["last_block"]) == (4 * (tape + line), tape + line + state)
     assert t.tape_bytes_per_token == tape
-    assert t.record_bytes(Limits(10, 0, 0)) == 10 * (line + tape) + 2 * state
-    assert t.record_bytes(t.limits) == 40 * (line + tape) + 2 * state
+    assert t.horizon_bytes(Limits(10, 0, 0)) == 10 * (line + tape) + 2 * state
+    assert t.horizon_bytes(t.limits) == 40 * (line + tape) + 2 * state
     plain = timeline("plain", at=3)
-    assert plain.record_bytes(Limits(10, 0, 0)) == 10 * 2 * NUMBER_BYTES
+    assert plain.horizon_bytes(Limits(10, 0, 0)) == 10 * 2 * NUMBER_BYTES
 
 
 def test_horizon_and_checkpoints_share_one_budget():

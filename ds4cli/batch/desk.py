@@ -172,7 +172,7 @@ class Desk:
         most = answer.settings.max_tokens
         tokens = len(answer.prompt) + (most if most >= 0 else EXPECTED_TOKENS)
         row = self._engine.capabilities.cache_bytes_per_token
-        return tokens * row, self._reader.record_bytes(self._limits(answer))
+        return tokens * row, self._reader.horizon_bytes(self._limits(answer))
 
     # -- reading ----------------------------------------------------------------------------------
 

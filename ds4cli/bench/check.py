@@ -374,9 +374,9 @@ def _half_wrong(exam: Examiner, temp: float, truth: list[int]) -> Course:
     course.session.sync(exam.prompt)
     vocab, size = exam.lab.engine.token_limit, exam.lab.matrix.block
     while (pos := course.session.pos) < len(truth):
-        ahead = truth[pos + 1 : pos + size]
+        follows = truth[pos + 1 : pos + size]
         right = pos % size
-        course.session.step(size, ahead[:right] + [(t + 1) % vocab for t in ahead[right:]])
+        course.session.step(size, follows[:right] + [(t + 1) % vocab for t in follows[right:]])
     return course
 
 

@@ -52,7 +52,7 @@ class LayerAdapter:
         """Move to any position in [low(), high()]; StateError, unchanged, outside of it."""
         raise NotImplementedError
 
-    def forget_ahead(self) -> None:
+    def forget_redo(self) -> None:
         """The rows above the position are not gone forward to again."""
 
     def leave(self, others: Sequence[LayerAdapter], writers: Sequence[LayerAdapter] = ()) -> bool:
@@ -142,7 +142,7 @@ class CursorAdapter(LayerAdapter):
     def _move(self, pos: int, end: int) -> None:
         self.cache.offset = pos
 
-    def forget_ahead(self) -> None:
+    def forget_redo(self) -> None:
         self._sought = None
 
     def checkpoint(self) -> Any:
@@ -155,7 +155,7 @@ class CursorAdapter(LayerAdapter):
     def fork(self) -> LayerAdapter:
         twin = copy.copy(self)
         twin.cache = copy.copy(self.cache)
-        twin.forget_ahead()
+        twin.forget_redo()
         return twin
 
 
@@ -217,7 +217,7 @@ class ReplacedRows(CursorAdapter):
             self._whole = self._get()
         self._set(self._cut(self._whole, end, pos), pos)
 
-    def forget_ahead(self) -> None:
+    def forget_redo(self) -> None:
         # The whole arrays would outlive the next write for no one.
         self._whole, self._sought = (), None
 

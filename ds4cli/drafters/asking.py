@@ -26,7 +26,7 @@ class Asking:
 
     def __init__(self, part: Drafter):
         self.length = 0
-        self._reach, self._at_once = part.first_reach, part.drafts_at_once
+        self._worth_trying, self._at_once = part.worth_trying, part.drafts_at_once
         self._times: dict[int, DraftTimes] = {}  # by lanes
         self._credit, self._share = 0.0, MOST_PROBING
         self._is_probe = False
@@ -49,15 +49,15 @@ class Asking:
             self._share = MOST_PROBING
             return
         self._credit += rounds * self._share
-        price = MISSED + self.seconds(len(hopes), self._reach) / costs.plain(lanes)
+        price = MISSED + self.seconds(len(hopes), self._worth_trying) / costs.plain(lanes)
         if self._credit >= price:
             self._credit, self._share = 0.0, max(LEAST_PROBING, LESS_PROBING * self._share)
-            self.length, self._is_probe = self._reach, True
+            self.length, self._is_probe = self._worth_trying, True
 
     def guesses(self, costs: RoundCosts, lanes: int, hopes: Chances, free: Chances) -> int:
         """How many to ask for now. hopes: of the lanes that may be asked; free: of the others, what
         they have to feed already."""
-        return self._reach if self._is_probe else self._best(costs, lanes, hopes, free)
+        return self._worth_trying if self._is_probe else self._best(costs, lanes, hopes, free)
 
     def _best(self, costs: RoundCosts, lanes: int, hopes: Chances, free: Chances) -> int:
         """Of the guesses that make more tokens in the same time than none; 0 if there are none."""

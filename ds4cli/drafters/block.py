@@ -206,7 +206,7 @@ class BlockHead(nn.Module):
             return self.lm_head(slots)
         if "embed_tokens" in self and self.config.tie_word_embeddings:
             return self.embed_tokens.as_linear(slots)
-        return self._target.head(slots)
+        return self._target.output(slots)
 
     def spread(self, rows: mx.array) -> mx.array:
         """Logits (n, draft vocabulary) over the target's ids, so that both see the same noise."""
@@ -312,7 +312,7 @@ class BlockDrafter(Drafter):
 
     is_free = False
     assumed_chance = 0.8  # heads are trained on their target
-    first_reach = 8
+    worth_trying = 8
     drafts_at_once = True
 
     def __init__(self, head: BlockHead, target: Target, sampler: Sampler):

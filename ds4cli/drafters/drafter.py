@@ -19,7 +19,7 @@ class Drafter:
     is_free: a proposal costs next to nothing, so it may be asked for and then not be fed.
     confidence: how sure the last proposal was; its scale is the drafter's own, 0 means no idea.
     taps: layers of the target whose residual stream it observes.
-    assumed_chance, first_reach: how likely its first guess is kept, and how many guesses are worth
+    assumed_chance, worth_trying: how likely its first guess is kept, and how many guesses are worth
     trying, before anything was seen. drafts_at_once: a long draft takes no longer than a short one.
     max_drafts: the most guesses it ever gives.
     """
@@ -28,7 +28,7 @@ class Drafter:
     is_free = True
     confidence = 0
     assumed_chance = 0.6
-    first_reach = 2
+    worth_trying = 2
     drafts_at_once = False
     max_drafts: float = math.inf
     taps: tuple[int, ...] = ()

@@ -102,7 +102,7 @@ class MtpHead(LastStateHead):
         return out
 
     def logits(self, out: mx.array) -> mx.array:
-        return self._target.head(out)
+        return self._target.output(out)
 
     def __call__(self, embedded: mx.array, hidden: mx.array, caches: list[KVCache]) -> mx.array:
         """embedded (n, H): of the tokens that follow. Returns what the output head reads (n, H)."""

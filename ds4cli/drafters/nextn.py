@@ -128,7 +128,7 @@ class NextnHead(LastStateHead):
         return self.last_norm(out) if self._family.carries_normed else out
 
     def logits(self, out: mx.array) -> mx.array:
-        return self._target.head(self.last_norm(out))
+        return self._target.output(self.last_norm(out))
 
 
 def _read(folder: Path, prefix: str) -> dict[str, mx.array]:

@@ -244,7 +244,7 @@ class DraftPolicy:
         place = self._known.place(part, region, len(tokens))
         room = int(min(room, part.max_drafts))
         if not self.costs.is_measured and self.chooses:
-            room = min(room, part.first_reach)
+            room = min(room, part.worth_trying)
         if not part.is_free:
             fixed, each = place.times.line
             plain = self.costs.plain.value or 1.0
@@ -289,10 +289,10 @@ class DraftPolicy:
         for offer in offers if self.costs.known else ():
             if offer.drafts is not None:
                 continue
-            reach = offer.part.first_reach
-            price = self.costs.prices[reach] - 1 + offer.fixed + reach * offer.each
+            k = offer.part.worth_trying
+            price = self.costs.prices[k] - 1 + offer.fixed + k * offer.each
             if offer.place.is_probe_due(price + forgone / self.costs.rate):
-                offer.k, offer.is_probe = min(reach, room), True
+                offer.k, offer.is_probe = min(k, room), True
                 return offer
         return None
 

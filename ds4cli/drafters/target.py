@@ -41,7 +41,7 @@ class Target:
         self.vocab_size = rows
         self._embedding = _part(model, parts.EMBEDDINGS, "token embedding")
         self._norm = _part(model, parts.NORMS, "final norm")
-        self._head = output or parts.output(model) or self._embedding.as_linear
+        self._output = output or parts.output(model) or self._embedding.as_linear
         self.hidden_size = self._embedding(mx.array([0])).shape[-1]
 
     def embed(self, ids: mx.array) -> mx.array:
@@ -52,9 +52,9 @@ class Target:
         """The final norm: (n, H) -> (n, H)"""
         return self._norm(hidden)
 
-    def head(self, hidden: mx.array) -> mx.array:
+    def output(self, hidden: mx.array) -> mx.array:
         """The output projection alone: (n, H) -> logits (n, V)"""
-        return self._head(hidden[None])[0]
+        return self._output(hidden[None])[0]
 
     def prove(self) -> None:
         """Norm and head on the last layer's residual must give the model's own logits: else this
@@ -63,7 +63,7 @@ class Target:
         taps = Taps.arm(self.model, [self.num_layers - 1])
         with taps.noting() as noted:
             logits = self._read(PROBE)
-        ours = self.head(self.norm(noted[0]))
+        ours = self.output(self.norm(noted[0]))
         if ours.shape != logits.shape:
             raise ModelError(f"the target's head gives {ours.shape}, its logits are {logits.shape}")
         error, size = number(mx.abs(ours - logits).max()), number(mx.abs(logits).max())

@@ -97,29 +97,29 @@ class Generation:
         guard = self._reply.guard
         return guard.forced(tokens) if self.region == "tool" and guard is not None else []
 
-    def held(self, feed: list[int], picks: list[int], rows: mx.array) -> list[int]:
+    def repicked(self, feed: list[int], picks: list[int], rows: mx.array) -> list[int]:
         """`picks`, what the model takes after each token of a block, with those that the guard
         would take back picked again from their rows (k, V), as far as that leads into the block:
         what a grammar forces costs no call of its own, though the model would not have written it.
         """
-        guard, held, sampler = self._reply.guard, list(picks), self._session.sampler
+        guard, taken, sampler = self._reply.guard, list(picks), self._session.sampler
         if guard is None or self.region != "tool":
             return picks
         history = [*self.timeline.tokens, *feed] if sampler.needs_history else ()
         for i, guess in enumerate(feed[1:]):
-            if held[i] == guess:
+            if taken[i] == guess:
                 continue
             begin = time.perf_counter()
-            instead = guard.instead(feed[: i + 1], held[i], rows.shape[-1])
+            instead = guard.instead(feed[: i + 1], taken[i], rows.shape[-1])
             if instead is None:
                 break
             pos, mask = self.timeline.pos + 1 + i, mx.array(instead.allowed)
-            held[i] = integer(sampler.pick(rows[i : i + 1], pos, history, mask))
+            taken[i] = integer(sampler.pick(rows[i : i + 1], pos, history, mask))
             took = time.perf_counter() - begin
             self._session.stats.repairs.append(Repair(pos, instead.reason, 0, took))
-            if held[i] != guess:
+            if taken[i] != guess:
                 break
-        return held
+        return taken
 
     # -- the reply --------------------------------------------------------------------------------
 

@@ -255,7 +255,7 @@ class Lane:
         self._is_seated_anew = False
         if part.drafts:
             feed = [session.next_token(), *part.drafts]
-            taken = self._reply.held(feed, taken, part.rows)
+            taken = self._reply.repicked(feed, taken, part.rows)
         step = session.keep(part.drafts, taken, part.source)
         session.policy.kept(len(step.tokens))
         following = session.next_token()

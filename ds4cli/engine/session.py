@@ -207,9 +207,9 @@ class Session:
         """How far back is kept."""
         return self._timeline.limits
 
-    def record_bytes(self, limits: Limits) -> int:
+    def horizon_bytes(self, limits: Limits) -> int:
         """About what a branch that keeps so far back holds alive for that."""
-        return self._timeline.record_bytes(limits)
+        return self._timeline.horizon_bytes(limits)
 
     # -- moving -----------------------------------------------------------------------------------
 
@@ -538,7 +538,7 @@ class Session:
             taken = picks.tolist()
             refuse_nan(rows, taken)
             if self.generation is not None and len(feed) > 1:
-                taken = self.generation.held(feed, taken, rows)
+                taken = self.generation.repicked(feed, taken, rows)
         except BaseException:
             timeline.abort()
             raise

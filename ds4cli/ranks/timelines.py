@@ -212,7 +212,7 @@ class FollowingTimeline(Timeline):
         self.abort()
 
     def do_commit(self, rows: int) -> None:
-        """Publish the head of the oldest block."""
+        """Publish the first rows of the oldest block."""
         self.commit(rows)
 
     def do_checkpoint(self, kind: str) -> None:

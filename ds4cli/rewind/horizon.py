@@ -69,14 +69,14 @@ class Segment:
         logits = taken_bytes(self.logits) + self.cut_bytes
         return tape + logits + slots_nbytes(self.checkpoint or [])
 
-    def head(self, rows: int) -> Segment:
+    def first(self, rows: int) -> Segment:
         """The first `rows` rows (views)."""
-        tape = None if self.tape is None else self.tape.head(rows)
+        tape = None if self.tape is None else self.tape.first(rows)
         return self._part(0, rows, tape, self.checkpoint)
 
-    def tail(self, rows: int, checkpoint: Slots | None) -> Segment:
+    def last(self, rows: int, checkpoint: Slots | None) -> Segment:
         """The last `rows` rows (views); checkpoint: where they start."""
-        tape = None if self.tape is None else self.tape.tail(rows)
+        tape = None if self.tape is None else self.tape.last(rows)
         return self._part(self.rows - rows, self.rows, tape, checkpoint)
 
     def _part(self, first: int, stop: int, tape: Tape | None, slots: Slots | None) -> Segment:
@@ -97,7 +97,7 @@ class Segment:
 
     def split(self, rows: int) -> tuple[Segment, Segment]:
         """Before and after the first `rows` rows, in arrays of their own."""
-        return self.head(rows).packed(), self.tail(self.rows - rows, None).packed()
+        return self.first(rows).packed(), self.last(self.rows - rows, None).packed()
 
     def after(self) -> Slots | None:
         """The recurrent slots at the end, computed from those at the start."""
@@ -164,7 +164,7 @@ class Horizon:
         self._recorder = recorder
         self.segments: list[Segment] = []
         self.start_row: mx.array | None = None
-        self.held_bytes = 0  # about `nbytes` or more: counting is dear, so only near the budget
+        self.about_bytes = 0  # about `nbytes` or more: counting is dear, so only near the budget
         self._bytes_of: dict[int, int] = {}  # of a call by its rows, once known: all are alike
         self._kept_checkpoint: int | None = None  # where the newest one is that stays; None: look
         self._packing = Packing()
@@ -230,14 +230,14 @@ class Horizon:
 
     def clear(self) -> None:
         self.segments, self.start_row = [], None
-        self.held_bytes, self._kept_checkpoint, self._packing = 0, None, Packing()
+        self.about_bytes, self._kept_checkpoint, self._packing = 0, None, Packing()
 
     def truncate(self, pos: int) -> None:
         """Forget the rows after pos."""
         self._kept_checkpoint = None
         kept = [s for s in self.segments if s.start < pos]
         if kept and kept[-1].end > pos:
-            kept[-1] = kept[-1].head(pos - kept[-1].start)
+            kept[-1] = kept[-1].first(pos - kept[-1].start)
         if not kept:
             self.start_row = None
         self.segments = kept
@@ -250,7 +250,7 @@ class Horizon:
             self._release_checkpoint()
         for piece in (segment,) if segment.end - segment.start == 1 else self._pieces(segment):
             self.segments.append(piece)
-            self.held_bytes += self._bytes(piece) + self.room.state_bytes
+            self.about_bytes += self._bytes(piece) + self.room.state_bytes
         self._merge()
         if self._packing.starts:
             linked = self.room.linked_rows
@@ -264,7 +264,7 @@ class Horizon:
         self.room = self.room_for(taken_bytes(segment.logits) // segment.rows)
         if row_before is not None:  # not all rows of its call with it
             self.start_row = mx.contiguous(row_before)
-            self.held_bytes += self.start_row.nbytes
+            self.about_bytes += self.start_row.nbytes
 
     def _bytes(self, segment: Segment) -> int:
         """Bytes of its rows, counted once for calls of as many."""
@@ -297,7 +297,7 @@ class Horizon:
         rows, spacing = last.start - self._kept_checkpoint, self.room.spacing
         if rows > 0 and (spacing is None or rows < spacing):
             self.segments[-1] = replace(last, checkpoint=None)
-            self.held_bytes -= self.room.state_bytes
+            self.about_bytes -= self.room.state_bytes
         else:
             self.segments[-1] = replace(last, checkpoint=own_slots(checkpoint))
             self._kept_checkpoint = last.start
@@ -321,7 +321,7 @@ class Horizon:
         if len(segments) > 1 and segments[1].start <= segments[-1].end - self.limit:
             self._drop_before(segments[-1].end - self.limit)
         alive = len(self.segments) + room.run_rows * len(self._packing.starts)  # or fewer
-        if self.held_bytes > self.budget_bytes or alive > room.most_segments:
+        if self.about_bytes > self.budget_bytes or alive > room.most_segments:
             self._shrink()
 
     def _shrink(self) -> None:
@@ -335,7 +335,7 @@ class Horizon:
             if first is last:
                 break
             self._drop_oldest()
-        self.held_bytes = self.nbytes + self.room.state_bytes
+        self.about_bytes = self.nbytes + self.room.state_bytes
 
     def _tighten(self) -> bool:
         """Copy what may hold more than its rows, at once; whether there was any."""

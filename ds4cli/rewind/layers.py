@@ -100,10 +100,10 @@ class Layers:
             a.seek(pos)
         self._set_slots(slots)
 
-    def forget_ahead(self) -> None:
+    def forget_redo(self) -> None:
         """Rows above the position are not gone forward to again."""
         for a in self._seekable:
-            a.forget_ahead()
+            a.forget_redo()
 
     def _set_slots(self, slots: Slots) -> None:
         for cache, layer in zip(self.recurrent_caches, slots, strict=True):

@@ -55,13 +55,13 @@ class Room:
         linked = LINKED_ROWS if dense and page == 1 else 0
         if in_place:  # nothing is won by copying, and on a fast card it is what recording costs
             linked = min(limit, MAX_ARRAYS // 2 // (1 + sizes.row_arrays + sizes.state_arrays))
-        kinds = [_Held(sizes, logits, pages, n, linked, dense) for n in RUN_ROWS]
+        kinds = [_Kept(sizes, logits, pages, n, linked, dense) for n in RUN_ROWS]
         rooms = [kind.room(limit, budget) for kind in kinds]
         most = max(min(room.free_rows, limit) for room in rooms)
         return next(room for room in rooms if CLEARLY * room.free_rows >= most)
 
 
-class _Held(NamedTuple):
+class _Kept(NamedTuple):
     """What rows take that are put together in runs of `run`. pages: of the arrays of a row, beyond
     their bytes."""
 

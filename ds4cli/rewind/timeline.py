@@ -71,7 +71,7 @@ class _Block(NamedTuple):
     logits: mx.array  # (n, V), or only the last row (1, V); lazy until `evaluate`
     hidden: list[mx.array]  # (n, H) per tapped layer
     live: Any  # a tree of what the call left in the layers
-    head: tuple[int, Slots] | None = None  # rows, and the slots after them, known beforehand
+    replayed: tuple[int, Slots] = (0, [])  # rows, and the slots after them: known beforehand
 
     def row(self, rows: int) -> mx.array:
         """The logits row (V,) after the first `rows` tokens of the feed."""
@@ -151,13 +151,14 @@ class Timeline:
 
     def _empty(self) -> Moment:
         """New caches, nothing read."""
-        return Moment(Layers(self.new_caches()), [], 0, 0, None, (0, 0), *self._records())
+        layers = Layers(self.new_caches())
+        return Moment(layers, [], 0, 0, None, (0, 0), *self._nothing_kept())
 
     def new_caches(self) -> list[Any]:
         """Empty ones, as those of this timeline."""
         return build_caches(self.model, self.limits.slack_tokens, *self._kv)
 
-    def _records(self) -> tuple[Horizon, Checkpoints]:
+    def _nothing_kept(self) -> tuple[Horizon, Checkpoints]:
         """Nothing kept for going back yet."""
         limits = self.limits
         horizon = Horizon(limits.horizon_tokens, limits.budget_bytes // 2, self.recorder)
@@ -276,7 +277,7 @@ class Timeline:
     def _forget_redo(self) -> None:
         """The next write overwrites what lies beyond pos. Interrupted before the swap, this is done
         again."""
-        self._now.layers.forget_ahead()
+        self._now.layers.forget_redo()
         self._now = self._without_redo(self._now)
 
     def _without_redo(self, now: Moment) -> Moment:
@@ -360,7 +361,7 @@ class Timeline:
             feed = integers(block.feed) if isinstance(block.feed, mx.array) else list(block.feed)
             if rows < len(feed):
                 assert len(now.open) == 1, "a later block stands on the rows to be cut"
-                self._keep_head(block, rows)
+                self._keep_first(block, rows)
             after = self._after(now, block, feed[:rows])
             self._remember(now, after, block, rows)
             if block.hidden and self.observer is not None:
@@ -379,7 +380,7 @@ class Timeline:
         return feed[:rows]
 
     def _after(self, now: Moment, block: _Block, tokens: list[int]) -> Moment:
-        """The moment when `tokens`, the head of the block, are published."""
+        """The moment when `tokens`, the first of the block, are published."""
         end = block.start + len(tokens)
         now.known[block.start :] = tokens  # behind the end of `now`, so it does not show there
         # The last block begins where its first logits row is: after a feed from a bare state, one
@@ -393,19 +394,17 @@ class Timeline:
             open=now.open[1:],
         )
 
-    def _keep_head(self, block: _Block, rows: int) -> None:
+    def _keep_first(self, block: _Block, rows: int) -> None:
         """Stand at row `rows` of the block: replay the recurrences, move the cursors."""
         layers = self._now.layers
-        slots: Slots = []
-        if layers.recurrent:
+        known, slots = block.replayed
+        if layers.recurrent and known != rows:
             if block.tape is None:
-                self._feed_head_again(block, rows)
+                self._feed_first_again(block, rows)
                 return
-            known, slots = block.head or (0, slots)
-            if known != rows:
-                slots = block.tape.replay(block.hold.slots, rows)
+            slots = block.tape.replay(block.hold.slots, rows)
         layers.stand(block.start + rows, slots)
-        layers.forget_ahead()
+        layers.forget_redo()
 
     def to_replay(self, rows: int) -> tuple[Tape, Slots] | None:
         """What `commit` of so many rows replays, and from where; None where it replays nothing."""
@@ -416,9 +415,9 @@ class Timeline:
     def replayed(self, rows: int, slots: Slots) -> None:
         """`to_replay` gave that, and it led here: `commit` of so many rows need not do it again."""
         first, *others = self._now.open
-        self._now = self._now._replace(open=(first._replace(head=(rows, slots)), *others))
+        self._now = self._now._replace(open=(first._replace(replayed=(rows, slots)), *others))
 
-    def _feed_head_again(self, block: _Block, rows: int) -> None:
+    def _feed_first_again(self, block: _Block, rows: int) -> None:
         """Without a tape: back to the block's start, then a second model call."""
         layers = self._now.layers
         layers.restore(block.hold)
@@ -437,13 +436,13 @@ class Timeline:
         start, end = block.hold.slots if recurrent else None, block.start + len(block.feed)
         segment = Segment(block.start, end, block.tape, (block.logits,), start)
         if rows < len(block.feed):
-            segment = segment.head(rows)
+            segment = segment.first(rows)
         low = now.horizon.low
         now.horizon.append(segment, before.logits)
         if now.horizon.low != low and not now.layers.can_cut:
             self._keep_edge(now)
 
-    def record_bytes(self, limits: Limits) -> int:
+    def horizon_bytes(self, limits: Limits) -> int:
         """About what going back within `limits` keeps of a text that grows token by token. Known
         after the first call."""
         state = 0 if self.recorder is None else self.recorder.sizes.state
@@ -467,12 +466,12 @@ class Timeline:
     def _keep_checkpoint(self, now: Moment, checkpoint: Checkpoint) -> None:
         now.checkpoints.add(checkpoint, now.pos)
         budget = self.limits.budget_bytes
-        if now.checkpoints.nbytes + now.horizon.held_bytes > budget:
+        if now.checkpoints.nbytes + now.horizon.about_bytes > budget:
             now.checkpoints.thin(now.pos, max(0, budget - now.horizon.nbytes))
 
     def _checkpoint_inside(self, block: _Block, tape: Tape) -> None:
-        """Marks in the middle of the call that was just committed, where its tape has the states:
-        going back to before its end then replays a part of it only."""
+        """Checkpoints in the middle of the call that was just committed, where its tape has the
+        states: going back to before its end then replays a part of it only."""
         now = self._now
         hold = now.layers.hold()
         for rows in tape.inner_rows():
@@ -519,8 +518,7 @@ class Timeline:
             low, high = max(low, kept[0]), min(high, kept[-1])
         if now.logits is not None and now.pos not in rows:
             rows = frozenset({*rows, now.pos})
-        ahead = now.checkpoints.kept
-        checkpoints = [f for f in ahead if f.pos <= now.pos or layers.restores(f)]
+        checkpoints = [f for f in now.checkpoints.kept if f.pos <= now.pos or layers.restores(f)]
         return Reach(now.pos, low, high, rows, now.last_block, layers.can_cut, checkpoints)
 
     def plan(self, pos: int, *, needs_row: bool = True) -> RewindPlan:
@@ -624,9 +622,10 @@ class Timeline:
         """The recurrent layers' slots at `pos`, from the horizon."""
         if not self._now.layers.recurrent:
             return []
-        base, tape, rows = horizon.path(pos)
-        assert base is not None, "the plan stays within the horizon"
-        slots = tape.replay(base, rows) if rows and tape is not None else base
+        slots, tape, rows = horizon.path(pos)
+        assert slots is not None, "the plan stays within the horizon"
+        if rows and tape is not None:
+            slots = tape.replay(slots, rows)
         mx.eval(slots)
         return slots
 
@@ -663,7 +662,7 @@ class Timeline:
         twin.counters, twin.observer, twin.witness = Counters(), None, None
         if limits is not None:
             twin.limits = limits
-            horizon, checkpoints = twin._records()
+            horizon, checkpoints = twin._nothing_kept()
             here = (self.pos, self.pos)
             twin._now = twin._now._replace(
                 horizon=horizon, checkpoints=checkpoints, last_block=here

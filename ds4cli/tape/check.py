@@ -71,7 +71,7 @@ def _replay_error(model: nn.Module, recorder: Recorder, caches: list[Any]) -> fl
     halfway, coarse = tape.replay(starts, 2), tape.slots_that(_is_coarse)
     worst = max(
         difference(tape.replay(starts, 5), reached, coarse),
-        difference(tape.tail(3).replay(halfway, 3), reached, coarse),
+        difference(tape.last(3).replay(halfway, 3), reached, coarse),
     )
     if not _adds_up(tape, reached):
         return worst

@@ -83,11 +83,11 @@ class Tape:
         known = [set(rows) for rows in some if rows is not None]
         return sorted(set.intersection(*known)) if known else []
 
-    def head(self, n: int) -> Tape:
+    def first(self, n: int) -> Tape:
         """The first `n` rows (views)."""
         return self._cut(0, n)
 
-    def tail(self, n: int) -> Tape:
+    def last(self, n: int) -> Tape:
         """The last `n` rows (views)."""
         return self._cut(self.rows - n, self.rows)
 
@@ -137,7 +137,7 @@ class Tape:
         """`replay` of each from its own start, all as one batch where that is possible."""
         if any(t.recomputes for tape in tapes for t in tape._tracks()):
             return [tape.replay(own, rows) for tape, own in zip(tapes, starts, strict=True)]
-        layers = [slots for tape in tapes for slots in tape.head(rows)._layers]
+        layers = [slots for tape in tapes for slots in tape.first(rows)._layers]
         out, ends = Tape(layers).replay([*chain(*starts)], rows), [*accumulate(map(len, starts))]
         return [out[end - len(own) : end] for own, end in zip(starts, ends, strict=True)]
 

@@ -34,12 +34,12 @@ class Forcing:
         for way in self._ways or ():
             way.rewind(n)
 
-    def after(self, ahead: Sequence[int]) -> list[int]:
-        """The tokens that must follow `ahead`, which follows the text; [] where none must."""
+    def after(self, coming: Sequence[int]) -> list[int]:
+        """The tokens that must follow `coming`, which follows the text; [] where none must."""
         if self._ways is None:
             self._ways = [_Way(matcher) for matcher in self._matchers()]
         for way in self._ways:
-            if way.follow(self._text) and (forced := way.after(ahead)) is not None:
+            if way.follow(self._text) and (forced := way.after(coming)) is not None:
                 return forced
         return []
 
@@ -66,9 +66,9 @@ class _Way:
             self._matcher.rollback(self._taken - n)
             self._taken, self._has_left = n, False
 
-    def after(self, ahead: Sequence[int]) -> list[int] | None:
-        """What must follow `ahead`; None where that may not follow."""
-        taken = self._matcher.try_consume_tokens(list(ahead))
-        forced = self._matcher.compute_ff_tokens() if taken == len(ahead) else None
+    def after(self, coming: Sequence[int]) -> list[int] | None:
+        """What must follow `coming`; None where that may not follow."""
+        taken = self._matcher.try_consume_tokens(list(coming))
+        forced = self._matcher.compute_ff_tokens() if taken == len(coming) else None
         self._matcher.rollback(taken)
         return forced

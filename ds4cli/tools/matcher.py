@@ -111,9 +111,9 @@ class CallMatcher:
         assert self.live is not None
         return self.live.validate_tokens(list(tokens))
 
-    def forced(self, ahead: Sequence[int]) -> list[int]:
-        """Guesses for what follows `ahead`, which comes next."""
-        return self._forcing.after(ahead)
+    def forced(self, coming: Sequence[int]) -> list[int]:
+        """Guesses for what follows `coming`, which comes next."""
+        return self._forcing.after(coming)
 
     def rewind(self, end: int) -> bool:
         """Forget the tokens from position `end` on. False where that is the whole call."""
