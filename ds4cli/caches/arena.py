@@ -16,15 +16,21 @@ from mlx_lm.models.cache import KVCache
 
 # Columns are added in steps of so many.
 STEP = KVCache.step
+# Which of a model's caches: its number, and one number more for each `CacheList` that it is in.
+Place = tuple[int, ...]
 # Calls with a row that nobody has before the others are copied: most often a new lane comes.
 PATIENCE = 8
 
 
 class Seat:
-    """The row of one lane in all arenas. It may change while no call runs."""
+    """The place of one lane in all arenas. row: of each; it may change while no call runs. moved:
+    rows that calls for all lanes wrote, to all layers at once. cursors: another object whenever one
+    layer's cursor is set by itself."""
 
     def __init__(self, row: int):
         self.row = row
+        self.moved = 0
+        self.cursors = object()
 
 
 class Arena:
@@ -71,9 +77,9 @@ class Arena:
             # What somebody else left behind must not be there: 0 times not a number is none.
             whole[seat.row : seat.row + 1] = _padded(rows, self.columns - cache.offset)
         # In this order, so that it is one thing or the other wherever it is interrupted.
-        vars(cache).update(arena=self, seat=seat)
+        vars(cache).update(arena=self, seat=seat, at=cache.offset - seat.moved)
         cache.__class__ = SeatedKVCache
-        del vars(cache)["keys"], vars(cache)["values"]
+        del vars(cache)["keys"], vars(cache)["values"], vars(cache)["offset"]
 
     def write(self, rows: mx.array, columns: mx.array, keys: mx.array, values: mx.array) -> None:
         """Rows (N, heads, dim), each to its place: rows, columns (N,)."""
@@ -88,10 +94,19 @@ class Arena:
 
 
 class SeatedKVCache(KVCache):
-    """A `KVCache` whose rows lie in an arena."""
+    """A `KVCache` whose rows lie in an arena. at: its cursor, but for what moves the whole seat."""
 
     arena: Arena
     seat: Seat
+    at: int
+
+    @property
+    def offset(self) -> int:
+        return self.at + self.seat.moved
+
+    @offset.setter
+    def offset(self, pos: int) -> None:
+        self.at, self.seat.cursors = pos - self.seat.moved, object()
 
     @property
     def keys(self) -> mx.array:  # type: ignore[override]  # an attribute there
@@ -120,7 +135,7 @@ class SeatedKVCache(KVCache):
         """Be a `KVCache` on rows of its own again."""
         vars(self).update(self._own_rows())
         self.__class__ = KVCache  # type: ignore[assignment]  # what it was before
-        del self.arena, self.seat
+        del self.arena, self.seat, self.at
 
     def _own_rows(self) -> dict[str, Any]:
         keys, values = (mx.contiguous(x) for x in self.keys_and_values())
@@ -128,15 +143,34 @@ class SeatedKVCache(KVCache):
         return {"keys": keys, "values": values, "offset": self.offset}
 
 
+def held(cache: Any) -> dict[str, Any]:
+    """What `put_back` needs of a layer's cache: where the rows of one in an arena lie is no part
+    of it."""
+    return {"at": cache.at} if isinstance(cache, SeatedKVCache) else {**vars(cache)}
+
+
+def put_back(cache: Any, was: dict[str, Any], moved: int) -> None:
+    """`cache` stands where it stood when it was `held`, wherever its rows lie now. moved: of its
+    seat then."""
+    if "at" in was:
+        cache.offset = was["at"] + moved
+    elif isinstance(cache, SeatedKVCache):
+        cache.offset = was["offset"]
+    else:
+        vars(cache).update(was)
+
+
 class Seating:
     """Which lane sits where in the arenas of a model.
 
-    places: which of a lane's caches have an arena.
+    places: which of a lane's caches have an arena. arenas: in that order; another list where they
+    are others. is_full: whether the lanes of the last call have all rows, in order.
     """
 
-    def __init__(self, places: Sequence[tuple[int, ...]]):
+    def __init__(self, places: Sequence[Place]):
         self._places = list(places)
-        self._arenas: list[Arena] = []
+        self.arenas: list[Arena] = []
+        self.is_full = False
         self._seats: list[weakref.ref[Seat] | None] = []  # by row; None: not taken yet
         self._spare_calls = 0  # in a row, with rows that nobody has
 
@@ -145,7 +179,7 @@ class Seating:
         their numbers in the order of their rows, those without a seat last."""
         if not self._places:
             return list(range(len(lanes)))
-        last = [_at(caches, self._places[-1]) for caches in lanes]
+        last = [at(caches, self._places[-1]) for caches in lanes]
         pairs = list(zip(lanes, last, strict=True))
         short, long = _lengths(sorted(cache.offset for cache in last))
         for caches, cache in pairs:
@@ -156,7 +190,9 @@ class Seating:
         self._tidy(len(new))
         self._admit(new)
         rows = [c.seat.row if self._sits(c) else len(self._seats) for c in last]
-        return sorted(range(len(lanes)), key=rows.__getitem__)
+        order = sorted(range(len(lanes)), key=rows.__getitem__)
+        self.is_full = [rows[i] for i in order] == [*range(len(self._seats))]
+        return order
 
     def unseat(self, caches: list[Any]) -> None:
         """Take a lane's rows out of the arenas: what stands behind them stays there, in a row that
@@ -167,7 +203,7 @@ class Seating:
 
     def _sits(self, cache: KVCache) -> bool:
         """Whether a lane sits here: its layers are seated in order, and `cache` is of the last."""
-        here = self._arenas[-1] if self._arenas else None
+        here = self.arenas[-1] if self.arenas else None
         return isinstance(cache, SeatedKVCache) and cache.arena is here
 
     def _held(self) -> list[Seat | None]:
@@ -175,7 +211,7 @@ class Seating:
         return [None if ref is None else ref() for ref in self._seats]
 
     def _layers(self, caches: list[Any]) -> list[Any]:
-        return [_at(caches, place) for place in self._places]
+        return [at(caches, place) for place in self._places]
 
     def _tidy(self, new: int) -> None:
         """Let rows go that stay free, or where most are: attention runs over all rows."""
@@ -187,9 +223,9 @@ class Seating:
             return
         self._spare_calls = 0
         if not seats:
-            self._arenas, self._seats = [], []
+            self.arenas, self._seats = [], []
             return
-        for arena in self._arenas:
+        for arena in self.arenas:
             arena.keep([seat.row for seat in seats])
         self._seats = [weakref.ref(seat) for seat in seats]
         for row, seat in enumerate(seats):
@@ -201,17 +237,17 @@ class Seating:
             return
         free = [row for row, seat in enumerate(self._held()) if seat is None]
         missing = max(0, len(lanes) - len(free))
-        if not self._arenas:
-            self._arenas = [Arena(layer, missing) for layer in self._layers(lanes[0])]
+        if not self.arenas:
+            self.arenas = [Arena(layer, missing) for layer in self._layers(lanes[0])]
         elif missing:
-            for arena in self._arenas:
+            for arena in self.arenas:
                 arena.add(missing)
         free += range(len(self._seats), len(self._seats) + missing)
         self._seats += [None] * missing
         for caches, row in zip(lanes, free, strict=False):
             seat = Seat(row)
             self._seats[row] = weakref.ref(seat)
-            for arena, layer in zip(self._arenas, self._layers(caches), strict=True):
+            for arena, layer in zip(self.arenas, self._layers(caches), strict=True):
                 if isinstance(layer, SeatedKVCache):  # elsewhere, or half, when interrupted
                     layer.leave()
                 arena.adopt(layer, seat)
@@ -224,7 +260,8 @@ def _lengths(lengths: Sequence[int]) -> tuple[int, int]:
     return 4 * usual + 4 * STEP, 8 * usual + 8 * STEP
 
 
-def _at(caches: Any, place: tuple[int, ...]) -> Any:
+def at(caches: Any, place: Place) -> Any:
+    """The cache at a place of what the model is given."""
     for index in place:
         caches = caches[index]
     return caches

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from inspect import isfunction, signature
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -20,22 +20,21 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from ds4cli.arrays import number
-from ds4cli.caches.arena import Seating
+from ds4cli.caches.arena import Place, Seating
 from ds4cli.errors import ModelError
 from ds4cli.hooks.rebind import Swaps, names_used
 from ds4cli.lanes import attention
-from ds4cli.lanes.call import Call, LaneCache, call_of
+from ds4cli.lanes.batch import Batch
+from ds4cli.lanes.call import Call, Feed, LaneCache, call_of, ids
 from ds4cli.lanes.mixers import SHARED, by_lane, sharing
 from ds4cli.lanes.stacked import stacked
 from ds4cli.lanes.stacks import Stacks
-
-Feed = Sequence[int] | mx.array
 
 # How a module runs on several lanes. "stacked" is by lane where its cache is no recurrent one.
 JOINED, STACKED, BY_LANE = "joined", "stacked", "by lane"
 WORSE = {JOINED: STACKED, STACKED: BY_LANE}
 # Rows that lanes are tried with, after lanes of START_ROWS: ragged, all of one, equally many.
-TRIALS = ((3, 1, 2), (1, 1, 1), (2, 2, 2), (1, 4, 1))
+TRIALS = ((3, 1, 2), (1, 1, 1), (1, 1, 1), (2, 2, 2), (1, 4, 1))
 START_ROWS = (5, 9, 3)
 # Largest accepted difference of a logits row, relative to its largest entry.
 _TOLERANCE = 1e-4
@@ -52,7 +51,12 @@ class Lanes:
         self.model = model
         self._arming = _Arming(model, new_caches)
         self._users = 0
-        self._seating, self._stacks = Seating(self._arming.places), Stacks()
+        self._forget()
+
+    def _forget(self) -> None:
+        """No lane is known."""
+        places = self._arming.places
+        self._seating, self._stacks, self._batch = Seating(places), Stacks(), self._arming.batch()
 
     @classmethod
     def arm(cls, model: Any, new_caches: Callable[[], list[Any]]) -> Lanes:
@@ -83,7 +87,7 @@ class Lanes:
         self._users -= 1
         if not self._users:
             self._arming.undo()
-            self._seating, self._stacks = Seating(self._arming.places), Stacks()
+            self._forget()
 
     def seat(self, caches: Sequence[list[Any]]) -> list[int]:
         """Before each call: seats for the lanes whose caches these are. Returns the order in which
@@ -93,6 +97,13 @@ class Lanes:
     def unseat(self, caches: list[Any]) -> None:
         """The lane whose caches these are has rows of its own, until a call seats it again."""
         self._seating.unseat(caches)
+
+    def batch(self, sizes: Sequence[int], caches: Sequence[list[Any]]) -> Batch | None:
+        """What makes the call on so many rows of each lane as a batch; None where it is none."""
+        batch = self._batch
+        if batch is None or sum(sizes) > len(sizes) or not batch.ready(caches, self._seating):
+            return None
+        return batch
 
     def call(self, feeds: Sequence[Feed], caches: Sequence[list[Any]]) -> tuple[mx.array, Any]:
         """One model call. feeds: a lane's tokens, int32 arrays (n,) where not known yet; caches: a
@@ -113,18 +124,11 @@ def run(
     return logits, [own.live() for own in stand_ins], call
 
 
-def ids(feeds: Sequence[Feed]) -> mx.array:
-    """The tokens of all lanes (N,) int32."""
-    if not any(isinstance(feed, mx.array) for feed in feeds):
-        return mx.array([*chain(*feeds)], mx.int32)
-    known = [feed if isinstance(feed, mx.array) else mx.array([*feed], mx.int32) for feed in feeds]
-    return mx.concatenate(known).astype(mx.int32)
-
-
 class _Arming:
     """The way in which each class of modules runs on lanes, found by trial and proved.
 
-    places: the caches that may have an arena.
+    places: the caches that may have an arena. has_batch: whether calls on a token of each lane may
+    be a batch's.
     """
 
     def __init__(self, model: Any, new_caches: Callable[[], list[Any]]):
@@ -134,8 +138,10 @@ class _Arming:
         self._mixers = {id(m) for m in model.modules() if _is_mixer(m)}
         self._ways = {type(m): _first_way(type(m)) for m in model.modules() if _is_mixer(m)}
         self._swaps = Swaps()
+        self.places: list[Place] = []
+        self._has_batch = True
         try:
-            self.places = self._search()
+            self._search()
         finally:
             self.undo()
 
@@ -149,18 +155,26 @@ class _Arming:
         """Whether the model's modules are what they were."""
         return self._own == {id(m): type(m) for m in self._model.modules()}
 
-    def _search(self) -> list[tuple[int, ...]]:
-        places = self._probe()
-        reason = self._difference(Seating(places))
+    def batch(self) -> Batch | None:
+        """What runs calls on a token of each lane; None where no batch can."""
+        if not self._has_batch:
+            return None
+        return Batch.of(self._model, self._new_caches(), self.places)
+
+    def _search(self) -> None:
+        self.places = self._probe()
+        reason = self._difference()
+        if reason and self._has_batch:
+            self._has_batch = False
+            reason = self._difference()
         if reason and set(self._ways.values()) != {BY_LANE}:
             self._ways = dict.fromkeys(self._ways, BY_LANE)
-            places = self._probe()
-            reason = self._difference(Seating(places))
+            self.places = self._probe()
+            reason = self._difference()
         if reason:
             raise ModelError(reason)
-        return places
 
-    def _probe(self) -> list[tuple[int, ...]]:
+    def _probe(self) -> list[Place]:
         """Arm the model so that calls can be built; nothing is evaluated. Returns which caches may
         have an arena: those that take the rows of all lanes at once."""
         while True:
@@ -208,7 +222,7 @@ class _Arming:
                 return True
         return False
 
-    def _difference(self, seating: Seating) -> str:
+    def _difference(self) -> str:
         """Where lanes differ from calls alone by more than rounding, in words; empty if nowhere."""
         lengths = [sum(sizes) for sizes in zip(START_ROWS, *TRIALS, strict=True)]
         texts = [[lane + i for i in range(1, n + 1)] for lane, n in enumerate(lengths)]
@@ -216,12 +230,20 @@ class _Arming:
         together, done = [self._new_caches() for _ in texts], list(START_ROWS)
         for text, caches, n in zip(texts, together, done, strict=True):
             self._model(mx.array([text[:n]]), cache=caches)
-        stacks, far = Stacks(), 0.0
+        seating, batch, stacks, far = Seating(self.places), self.batch(), Stacks(), 0.0
         for sizes in TRIALS:
             order = seating.seat(together)
             feeds = [texts[i][done[i] : done[i] + sizes[i]] for i in order]
-            rows, _, call = run(self._model, feeds, [together[i] for i in order], stacks)
-            for i, (a, b) in zip(order, call.spans, strict=True):
+            own = [together[i] for i in order]
+            if batch is not None and max(sizes) == 1 and batch.ready(own, seating):
+                try:
+                    rows, _ = batch.call(feeds, own)
+                except Exception as error:  # whatever a model does with what it is given
+                    return _reason(self._model, error)
+            else:
+                rows = run(self._model, feeds, own, stacks)[0]
+            spans = pairwise(accumulate(map(len, feeds), initial=0))
+            for i, (a, b) in zip(order, spans, strict=True):
                 far = max(far, _difference(rows[a:b], alone[i][done[i] : done[i] + b - a]))
                 done[i] += b - a
         far /= max(1.0, SPREADS * self._spread()) if far > 1 else 1.0

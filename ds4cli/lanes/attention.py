@@ -20,6 +20,7 @@ from mlx_lm.models import base
 from ds4cli.caches.arena import SeatedKVCache
 from ds4cli.hooks.cuda import seats, switch
 from ds4cli.hooks.rebind import calls, derived, names_used, rebound
+from ds4cli.lanes.batch import ArenaRows
 from ds4cli.lanes.call import (
     Call,
     LaneCache,
@@ -52,6 +53,8 @@ def joined(cls: type) -> type:
     inner = flat.__call__
 
     def __call__(self, *args, **kwargs):
+        if args and args[0].shape[0] > 1:  # a batch
+            return inner(self, *args, **kwargs)
         call = call_of((*args, *kwargs.values()))
         if call is None or not call.is_batch:
             return inner(self, *args, **kwargs)
@@ -87,6 +90,11 @@ def _with_lanes(attention: Callable) -> Callable:
         mask: Any,
         sinks: mx.array | None = None,
     ) -> mx.array:
+        if type(cache) is ArenaRows:
+            found = cache.attend(queries, scale, mask) if sinks is None else None
+            if found is not None:
+                return found
+            mask = cache.step.mask() if mask is None else mask
         if not isinstance(keys, LaneRows):
             return attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
         if not isinstance(cache, LaneCache) or isinstance(mask, mx.array):
@@ -154,21 +162,25 @@ def at_positions(cls: type) -> type:
     inner = cls.__call__
 
     def __call__(self, x, offset=0, *args, **kwargs):
-        if not isinstance(offset, LaneOffset):
-            return inner(self, x, offset, *args, **kwargs)
+        if type(offset) is not LaneOffset:
+            few = len(x.shape) != 4 or x.shape[0] * -(-x.shape[1] // HEAD_GROUP) <= MOST_GROUPS
+            if few or type(offset) is not mx.array:
+                return inner(self, x, offset, *args, **kwargs)
+            return turned(self, x, offset, *args, **kwargs)
         call = offset.call
         if x.ndim != 4 or x.shape[0 if call.is_batch else 2] != call.rows:
             raise LaneError("a rotation of something else than rows")
         # Every row is an entry of a batch (N, heads, 1, dim), with a position of its own.
         x = x if call.is_batch else x.swapaxes(0, 2)
-        size = _entries(self, x)
-        if size == call.rows:
-            x = inner(self, x, offset.positions, *args, **kwargs)
-        else:
-            parts = [slice(i, i + size) for i in range(0, call.rows, size)]
-            turned = [inner(self, x[p], offset.positions[p], *args, **kwargs) for p in parts]
-            x = mx.concatenate(turned)
+        x = turned(self, x, offset.positions, *args, **kwargs)
         return x if call.is_batch else x.swapaxes(0, 2)
+
+    def turned(self, x, positions, *args, **kwargs):
+        size = _entries(self, x)
+        if size == len(x):
+            return inner(self, x, positions, *args, **kwargs)
+        parts = [slice(i, i + size) for i in range(0, len(x), size)]
+        return mx.concatenate([inner(self, x[p], positions[p], *args, **kwargs) for p in parts])
 
     return derived(cls, __call__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +20,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from ds4cli.caches.arena import SeatedKVCache
 from ds4cli.lanes.stacks import Stacks
 from ds4cli.lanes.table import Table
+
+Feed = Sequence[int] | mx.array
 
 
 class LaneError(TypeError):
@@ -251,6 +253,14 @@ def _seated(lanes: Sequence[Any]) -> Sequence[SeatedKVCache]:
     while n and not isinstance(lanes[n - 1], SeatedKVCache):
         n -= 1
     return lanes if n == len(lanes) else lanes[:n]
+
+
+def ids(feeds: Sequence[Feed]) -> mx.array:
+    """The tokens of all lanes (N,) int32."""
+    if not any(isinstance(feed, mx.array) for feed in feeds):
+        return mx.array([*chain(*feeds)], mx.int32)
+    known = [feed if isinstance(feed, mx.array) else mx.array([*feed], mx.int32) for feed in feeds]
+    return mx.concatenate(known).astype(mx.int32)
 
 
 def call_of(args: Iterable[Any]) -> Call | None:

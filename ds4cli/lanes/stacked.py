@@ -26,6 +26,8 @@ def stacked(cls: type) -> type:
     alone, one_by_one = cls.__call__, by_lane(cls).__call__
 
     def __call__(self, *args, **kwargs):
+        if args and args[0].shape[0] > 1:  # a batch
+            return alone(self, *args, **kwargs)
         states = None if here.sharing is not None else _recurrent((*args, *kwargs.values()))
         if states is None:
             return one_by_one(self, *args, **kwargs)

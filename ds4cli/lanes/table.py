@@ -50,7 +50,8 @@ class Table:
             keys, values = (x.swapaxes(0, 2) if not self.is_batch else x for x in (keys, values))
             arena.write(self.rows, self.columns, keys[:, :, 0], values[:, :, 0])
         for cache, n in zip(caches, self._sizes, strict=True):
-            cache.offset += n
+            cache.at += n  # as its `offset` does, but that is a call a lane and layer
+            cache.seat.cursors = arena
 
     @cached_property
     def rows(self) -> mx.array:
@@ -128,9 +129,14 @@ class Table:
 
         attention: of queries, keys, values and a mask. window: see `mask`.
         """
-        columns = self._end
-        if mx.default_device() == mx.gpu:
-            columns = min(-(-columns // KEY_STEP) * KEY_STEP, arena.columns)
+        columns = seen_columns(self._end, arena.columns)
         keys, values = arena.keys[:, :, :columns], arena.values[:, :, :columns]
         mask = self.mask(columns, window)
         return self.gathered(attention(self.spread(queries), keys, values, None, mask=mask))
+
+
+def seen_columns(end: int, columns: int) -> int:
+    """How many of an arena's columns a product is made over, for rows that see the first `end`."""
+    if mx.default_device() == mx.gpu:
+        return min(-(-end // KEY_STEP) * KEY_STEP, columns)
+    return end

@@ -14,16 +14,19 @@ import mlx.core as mx
 
 from ds4cli.backend.memory import taken_bytes
 from ds4cli.caches.adapter import LayerAdapter
+from ds4cli.caches.arena import Seat, SeatedKVCache, held, put_back
 from ds4cli.caches.build import adapt, nest
+from ds4cli.caches.stack import StackedSlots
 from ds4cli.rewind.checkpoints import Checkpoint
 from ds4cli.tape.tape import Slots
 
 
 class Hold(NamedTuple):
     """What undoes a model call or a move: every cache and adapter, attribute by attribute, by
-    reference; slots: those of the recurrent layers."""
+    reference. moved: of the seat, if the caches have one. slots: those of the recurrent layers."""
 
     rows: list[tuple[dict[str, Any], dict[str, Any]]]
+    moved: int
     slots: Slots
 
 
@@ -38,25 +41,44 @@ class Layers:
         self.caches = caches
         self.adapters = adapt(caches) if adapters is None else adapters
         self.recurrent = [a for a in self.adapters if not a.seekable]
-        self.recurrent_caches = [a.cache for a in self.recurrent]
+        self.recurrent_caches: list[Any] = [a.cache for a in self.recurrent]
         self.can_cut = all(a.keeps_every_row for a in self.adapters)
         self.splits_long_calls = any(a.splits_long_calls for a in self.adapters)
         self._seekable = [a for a in self.adapters if a.seekable]
         self._kin: weakref.WeakSet[Layers] | None = None  # all branches, once there are some
         self._is_apart = False  # no rows are shared with any of them
+        # What `hold` takes of layers that all have seats, and the cursors of which it was taken.
+        self._seated: tuple[object, list[tuple[dict[str, Any], dict[str, Any]]]] = (None, [])
 
     # -- around a model call ----------------------------------------------------------------------
 
     def hold(self) -> Hold:
         """Free to take; good until the next move that is not undone."""
-        rows = [({**a.__dict__}, {**a.cache.__dict__}) for a in self._seekable]
-        return Hold(rows, [[*c.cache] for c in self.recurrent_caches])
+        caches = self.recurrent_caches
+        if caches and "stack" in caches[0].__dict__ and caches[0].stack.is_whole:
+            slots: Slots = StackedSlots(caches[0].stack.layers, caches[0].row)
+        else:
+            slots = [[*c.cache] for c in caches]
+        for first in self._seekable:
+            if "seat" in first.cache.__dict__:
+                return Hold(self._cursors(first.cache.seat), first.cache.seat.moved, slots)
+        return Hold([({**a.__dict__}, {**a.cache.__dict__}) for a in self._seekable], 0, slots)
+
+    def _cursors(self, seat: Seat) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """The rows of a `Hold` while the lane has a seat: where all layers have it, the same list
+        until a cursor is set by itself."""
+        cursors, rows = self._seated
+        if cursors is not seat.cursors:
+            rows = [({**a.__dict__}, held(a.cache)) for a in self._seekable]
+            if all(isinstance(a.cache, SeatedKVCache) for a in self._seekable):
+                self._seated = seat.cursors, rows
+        return rows
 
     def restore(self, hold: Hold) -> None:
         """Undo what happened since `hold`: seeks, restored checkpoints, failed model calls."""
         for a, (adapter, cache) in zip(self._seekable, hold.rows, strict=True):
             a.__dict__.update(adapter)
-            a.cache.__dict__.update(cache)
+            put_back(a.cache, cache, hold.moved)
         self._set_slots(hold.slots)
         for layers in self._kin or ():  # these may be the rows of long ago
             layers._is_apart = False
@@ -102,6 +124,7 @@ class Layers:
 
     def forget_redo(self) -> None:
         """Rows above the position are not gone forward to again."""
+        self._seated = None, []
         for a in self._seekable:
             a.forget_redo()
 

@@ -58,21 +58,27 @@ def _call(
     layers: list[Layers] = []
     for timeline, rows in zip(timelines, sizes, strict=True):
         layers.append(timeline.before_call(rows, layers))
+    caches = [own.caches for own in layers]
+    recorder = first.recorder if record and layers[0].recurrent else None
+    is_plain = not last and first.taps is None and (recorder is None or recorder.sizes.row > 0)
+    batch = lanes.batch(sizes, caches) if is_plain else None
     tapes: list[Tape | None] = [None] * len(timelines)
     noted: list[mx.array] = []
     with ExitStack() as around:
         if first.taps is not None:
             noted = around.enter_context(first.taps.noting())
-        if record and first.recorder is not None and layers[0].recurrent:
-            caches = [own.recurrent_caches for own in layers]
-            tapes = [*around.enter_context(first.recorder.recording_lanes(caches, sizes))]
+        if recorder is not None and batch is not None:
+            tapes = [*around.enter_context(recorder.recording_batch(batch.states, len(sizes)))]
+        elif recorder is not None:
+            recurrent = [own.recurrent_caches for own in layers]
+            tapes = [*around.enter_context(recorder.recording_lanes(recurrent, sizes))]
         if last:
             around.enter_context(first.last_rows([end - 1 for end in accumulate(sizes)]))
-        logits, live = lanes.call(feeds, [own.caches for own in layers])
+        logits, live = (batch or lanes).call(feeds, caches)
     tapes = [tape if t.recording else None for t, tape in zip(timelines, tapes, strict=True)]
     hidden = zip(*(_apart(x, sizes) for x in noted), strict=True) if noted else ((),) * len(sizes)
-    own = _last(logits, sizes) if last else _apart(logits, sizes)
-    return list(zip(own, tapes, map(list, hidden), strict=True)), live
+    found = _last(logits, sizes) if last else _apart(logits, sizes)
+    return list(zip(found, tapes, map(list, hidden), strict=True)), live
 
 
 def _apart(rows: mx.array, sizes: Sequence[int]) -> list[mx.array]:

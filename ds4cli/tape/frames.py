@@ -50,9 +50,12 @@ class Frame:
         """The tracks per slot, those of shared frames too (views)."""
         found = self.tracks
         for frame, i in self.shared:
-            own = [tuple(track.of(i) for track in tracks) for tracks in frame.tracks]
-            found = [(*a, *b) for a, b in zip(found, own, strict=True)]
+            found = [(*a, *b) for a, b in zip(found, frame.of(i), strict=True)]
         return found
+
+    def of(self, i: int) -> list[tuple[Track, ...]]:
+        """Those of number i of the batch whose rows it has (views)."""
+        return [tuple(track.of(i) for track in tracks) for tracks in self.tracks]
 
 
 class Here(threading.local):

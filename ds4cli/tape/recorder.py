@@ -125,6 +125,16 @@ class Recorder:
             else:
                 self._fill(tape, own)
 
+    @contextmanager
+    def recording_batch(self, caches: list[ArraysCache], lanes: int) -> Iterator[list[Tape]]:
+        """The same for a call on a batch of lanes, a row of each, once `sizes` are known; caches:
+        of all lanes."""
+        tapes = [Tape() for _ in range(lanes)]
+        with frames.Recording(caches, 0) as found:
+            yield tapes
+        for i, tape in enumerate(tapes):
+            tape.fill_later(1, partial(_tracks_of, found, i))
+
     def _fill(self, tape: Tape, found: list[frames.Frame]) -> None:
         tape.fill([frame.found() for frame in found])
         if not self.sizes.row:
@@ -137,6 +147,10 @@ class Recorder:
 
 def _tracks(found: list[frames.Frame]) -> list[list[tuple[Track, ...]]]:
     return [frame.found() for frame in found]
+
+
+def _tracks_of(found: list[frames.Frame], i: int) -> list[list[tuple[Track, ...]]]:
+    return [frame.of(i) for frame in found]
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:

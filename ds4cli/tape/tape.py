@@ -10,7 +10,7 @@ import mlx.core as mx
 from ds4cli.errors import ModelError
 from ds4cli.tape.tracks import Track, spans
 
-Slots = list[list[mx.array | None]]
+Slots = Sequence[list[mx.array | None]]
 Layers = Sequence[Sequence[Sequence[Track]]]
 
 

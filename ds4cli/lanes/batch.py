@@ -1,0 +1,171 @@
+"""One token of every lane as a batch (lanes, 1): what mlx-lm's own batches are, over the arenas and
+over recurrent states that stay stacked.
+
+Most calls are such ones, and on a fast machine the host's part of them counts: nothing here runs
+per lane and layer, and the model's modules run as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList
+
+from ds4cli.caches.arena import Arena, Place, Seating, at
+from ds4cli.caches.stack import Stack
+from ds4cli.hooks.cuda import seats
+from ds4cli.lanes.call import Feed, LaneError, ids
+from ds4cli.lanes.table import seen_columns
+
+
+class Step:
+    """What the layers of one call share. rows, positions: of each lane in the arena, (lanes,)
+    int32; places: the positions, to index it with. end: columns that are seen."""
+
+    def __init__(self, positions: list[int], arena: Arena):
+        self.rows, self.positions = mx.arange(len(positions)), mx.array(positions, mx.int32)
+        self.places = self.positions.reshape(-1, 1, 1, 1)
+        self.end = seen_columns(max(positions) + 1, arena.columns)
+        self._masks: dict[int | None, mx.array] = {}
+
+    def mask(self, window: int | None = None) -> mx.array:
+        """(lanes, 1, 1, end): what each row sees, of the last `window` rows if given."""
+        if window not in self._masks:
+            column = mx.arange(self.end)
+            mask = column <= self.places
+            self._masks[window] = mask if window is None else mask & (column > self.places - window)
+        return self._masks[window]
+
+    def window(self, mask: Any) -> int | None:
+        """The window of a mask that this step made; LookupError for another one."""
+        if mask is None:
+            return None
+        for window, known in self._masks.items():
+            if known is mask:
+                return window
+        raise LookupError("a mask of somebody else")
+
+
+class ArenaRows:
+    """Stands for one layer's cache: its arena. What a model asks of it is what mlx-lm's batch
+    caches answer.
+
+    offset: the positions of the rows. step: of the call that runs.
+    """
+
+    offset: mx.array
+    step: Step
+
+    def __init__(self, arena: Arena):
+        self.arena = arena
+        self._has_kernel = False  # attention finds what it wants in the whole arena
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        return self.step.mask(window_size)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        arena, places = self.arena, self.step.places
+        arena.keys = keys = mx.put_along_axis(arena.keys, places, keys, axis=2)
+        arena.values = values = mx.put_along_axis(arena.values, places, values, axis=2)
+        if self._has_kernel:
+            return keys, values
+        end = self.step.end
+        return keys[:, :, :end], values[:, :, :end]
+
+    def attend(self, queries: mx.array, scale: float, mask: Any) -> mx.array | None:
+        """Attention by a kernel; None where there is none for it."""
+        keys, values, step = self.arena.keys, self.arena.values, self.step
+        self._has_kernel = self._has_kernel or seats.fits(queries, keys, values)
+        if not self._has_kernel:
+            return None
+        window = step.window(mask)
+        return seats.attention(queries, keys, values, step.rows, step.positions, scale, window)
+
+
+class Batch:
+    """A model's calls on one token of each lane."""
+
+    def __init__(self, model: Any, places: Sequence[Place], recurrent: Sequence[Place]):
+        """places: of the caches that have an arena, in the order of the arenas; recurrent: of the
+        others, whose states are stacked."""
+        self._model = model
+        self._places, self._recurrent = list(places), list(recurrent)
+        self._arenas: list[Arena] = []
+        self._rows: list[ArenaRows] = []
+        self._stack: Stack | None = None
+        self.states: list[Any] = []  # of all lanes, by their places
+        self._caches: list[Any] = []  # what the model is given
+
+    @classmethod
+    def of(cls, model: Any, caches: list[Any], places: Sequence[Place]) -> Batch | None:
+        """None where a cache is of a kind that no batch has. caches: of one lane."""
+        others = [place for place in _places(caches) if place not in places]
+        kinds = {type(at(caches, place)) for place in others}
+        return cls(model, places, others) if kinds <= {ArraysCache} else None
+
+    def ready(self, lanes: Sequence[list[Any]], seating: Seating) -> bool:
+        """Whether a call can be made on the lanes whose caches these are, in the order of their
+        seats; `states` are theirs then."""
+        if self._places and not seating.is_full:
+            return False
+        if not self._caches or self._arenas is not seating.arenas:
+            self._build(lanes[0], seating.arenas)
+        return not self._recurrent or self._stand_on(lanes)
+
+    def _build(self, like: list[Any], arenas: list[Arena]) -> None:
+        """The stand-ins, nested like the caches of a lane."""
+        self._arenas, self._rows = arenas, [ArenaRows(arena) for arena in arenas]
+        self.states = [ArraysCache(len(at(like, place).cache)) for place in self._recurrent]
+        made: dict[Place, Any] = dict(zip(self._places, self._rows, strict=True))
+        made |= zip(self._recurrent, self.states, strict=True)
+        self._caches = [_nested(cache, (i,), made) for i, cache in enumerate(like)]
+
+    def _stand_on(self, lanes: Sequence[list[Any]]) -> bool:
+        """Take the states of the lanes: as the call before left them, if nobody looked since."""
+        stack, first = self._stack, self._recurrent[0]
+        if stack is None or not stack.has([at(caches, first) for caches in lanes]):
+            own = [[at(caches, place) for place in self._recurrent] for caches in lanes]
+            if any(x is None for caches in own for cache in caches for x in cache.cache):
+                return False
+            stack = self._stack = Stack(own)
+        for cache, slots in zip(self.states, stack.layers, strict=True):
+            cache.cache = [*slots]
+        return True
+
+    def call(self, feeds: Sequence[Feed], lanes: Sequence[list[Any]]) -> tuple[mx.array, Any]:
+        """See `Lanes.call`: one call on a token of each lane."""
+        last = [at(caches, self._places[-1]) for caches in lanes] if self._places else []
+        if last:
+            self._begin([cache.offset for cache in last])
+        logits = self._model(ids(feeds)[:, None], cache=self._caches)
+        if logits.shape[:2] != (len(lanes), 1):
+            raise LaneError("a batch has other rows than its lanes")
+        layers = [cache.cache for cache in self.states]
+        if self._stack is not None:
+            self._stack.layers = layers
+        for cache in last:
+            cache.seat.moved += 1
+        return logits[:, 0], layers
+
+    def _begin(self, positions: list[int]) -> None:
+        for arena in self._arenas:
+            arena.reserve(max(positions) + 1)
+        step = Step(positions, self._arenas[0])
+        for rows in self._rows:
+            rows.offset, rows.step = step.positions, step
+
+
+def _places(caches: Sequence[Any], above: Place = ()) -> Iterator[Place]:
+    for i, cache in enumerate(caches):
+        if type(cache) is CacheList:
+            yield from _places(cache.caches, (*above, i))
+        else:
+            yield (*above, i)
+
+
+def _nested(like: Any, place: Place, made: Mapping[Place, Any]) -> Any:
+    if type(like) is not CacheList:
+        return made[place]
+    return CacheList(*[_nested(c, (*place, i), made) for i, c in enumerate(like.caches)])
