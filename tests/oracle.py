@@ -81,11 +81,12 @@ class Noting(Timeline):
         return super().before_call(rows, *args)
 
     def rewind(self, pos):
-        made = self.made
+        made, before = self.made, self.pos
         try:
             return super().rewind(pos)
         except BaseException:
-            self.made = made
+            if self.pos == before:  # else it was done, and what it read again stands
+                self.made = made
             raise
 
     @property
