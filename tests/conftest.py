@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 
 # Before any test module imports mlx: one thread is fastest for products this small.
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# A hundred processes are started, and none is to do what another one has done: see `startup/`.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+if "TRANSFORMERS_NAMES" not in os.environ:
+    _folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, _folder, ignore_errors=True)
+    os.environ["TRANSFORMERS_NAMES"] = os.path.join(_folder, "names")
+    _path = (os.path.join(os.path.dirname(__file__), "startup"), os.environ.get("PYTHONPATH"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _path))
 # Shells start what runs in the background with Ctrl-C ignored, and every process would inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -29,12 +29,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from oracle import (
     FAMILIES,
     KINDS,
+    ROUNDED,
     SCALE,
     Interrupt,
     Letters,
     assert_fresh,
     engine,
     failing_layer,
+    fresh_logits,
 )
 from tiny import V, build
 
@@ -303,10 +305,24 @@ class Course(RuleBasedStateMachine):
             row = self.model(mx.array([[pick]]), cache=caches)[0, -1]
         return out, "tool" if closed == len(out) else "length"
 
-    def is_reproduced(self):
-        """DeepSeek V4.1 rounds to 4 and 8 bits: where a value lies on an edge, the size of a call
-        decides, in stock caches too."""
-        return self.family != "deepseek_v41"
+    def is_reproduced(self, before, out, expected):
+        """Whether `out` is to be what was expected behind `before`.
+
+        DeepSeek V4.1 rounds to 4 and 8 bits: where a value lies on an edge, the size of a call
+        decides, in stock caches too. So do quantised rows, which decides where two tokens tie.
+        """
+        pairs = zip(out, expected, strict=False)
+        parts = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if parts is None or not self.family.endswith(" kv"):
+            return self.family != "deepseek_v41"
+        return not self.ties([*before, *out[:parts]], out[parts], expected[parts])
+
+    def ties(self, text, token, other):
+        """Whether rounding may lift `token` above `other` behind `text`."""
+        row, ids = fresh_logits(self.model, text, self.make), mx.arange(V)
+        row = row + (ids == token) * 2 * ROUNDED * mx.maximum(mx.abs(row).max(), 1)
+        only = mx.where((ids == token) | (ids == other), row, -mx.inf)
+        return self.sampler().pick(only[None], len(text), text).item() == token
 
     # -- what a session can do ---------------------------------------------------------------------
 
@@ -381,7 +397,7 @@ class Course(RuleBasedStateMachine):
         step = self.session.step(drafts=guesses)
         assert self.session.tokens == [*before, *step.tokens]
         assert not {*step.tokens} & {*EOS}, "an end is no text"
-        if self.is_reproduced():
+        if self.is_reproduced(before, step.tokens, expected):
             assert step.tokens[: len(expected)] == expected
             assert expected or (step.finish_reason, reason) == ("stop", "stop")
 
@@ -415,7 +431,7 @@ class Course(RuleBasedStateMachine):
                 stream.close()
         out = self.session.tokens[len(before) :]
         assert self.session.tokens[: len(before)] == before and out[: len(said)] == said
-        if not self.is_reproduced():
+        if not self.is_reproduced(before, out, expected):
             return
         assert out == expected[: len(out)]
         if guard != "even":
@@ -434,7 +450,7 @@ class Course(RuleBasedStateMachine):
             events.append(event)
             if len(events) == at and event.finish_reason is None:
                 self.session.rewind(max(len(before), self.session.pos - depth))
-        if self.is_reproduced():
+        if self.is_reproduced(before, self.session.tokens[len(before) :], expected):
             assert self.session.tokens == [*before, *expected]
             assert events[-1].finish_reason == reason
 
@@ -467,7 +483,7 @@ class Course(RuleBasedStateMachine):
         assert (loaded.tokens, loaded.counters.forwards) == (self.session.tokens, 0)
         loaded.use(settings)
         loaded.attempt = attempt
-        loaded._timeline.made = self.session._timeline.made
+        loaded._timeline.was_made_as(self.session._timeline)
         self.session = loaded
         self.draft()
 
@@ -573,7 +589,7 @@ COURSES = [*FAMILIES, "llama kv"]
 )
 def test_any_course_is_exact(name, tmp_path):
     """Any order of what a session can do, drafted and plain, under any limits."""
-    # Rounded to few bits, stock caches differ from themselves: each check reads the text ten times.
+    # Rounded to few bits, stock caches differ from themselves: each check reads the text anew.
     examples = 2 if name in ("llama kv", "deepseek_v41") else 6
     how = dict(max_examples=examples, stateful_step_count=20, derandomize=True)
     run(name, tmp_path, phases=[Phase.generate], **how)  # a shorter one: see the long run
