@@ -351,7 +351,7 @@ def test_lanes_are_as_many_as_there_is_memory_for(shared, folders, monkeypatch):
     assert run(source, "all", folders["llama"]) == 0
     assert max(begun) == 4
     begun.clear()
-    monkeypatch.setattr("ds4cli.batch.desk.memory.free_bytes", lambda: 40_000)
+    monkeypatch.setattr("ds4cli.backend.memory.free_bytes", lambda: 40_000)
     assert run(source, "few", folders["llama"]) == 0
     assert 1 <= max(begun) < 4
     begun.clear()
