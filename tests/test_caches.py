@@ -20,7 +20,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 from oracle import TOLERANCE, failing_layer, fresh_logits
-from tiny import CFG, V, build
+from tiny import BASE, CFG, V, build
 
 from ds4cli.caches.adapter import LayerAdapter
 from ds4cli.caches.build import (
@@ -38,17 +38,7 @@ from ds4cli.rewind.layers import Layers
 
 WINDOW = 8  # of every tiny model with a window or chunks
 _LAYERS = ["sliding_attention", "full_attention"] * 2
-_DENSE = dict(
-    vocab_size=V,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-5,
-    max_position_embeddings=512,
-)
+_DENSE = dict(BASE, num_hidden_layers=4, head_dim=16)
 _WINDOWED = dict(_DENSE, sliding_window=WINDOW, layer_types=_LAYERS)
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 _ROPE = dict(rope_theta=1e4, rope_type="default")

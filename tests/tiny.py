@@ -6,9 +6,9 @@ import mlx.core as mx
 import pytest
 
 from ds4cli.bench import tiny
-from ds4cli.bench.tiny import CFG, V, quantise
+from ds4cli.bench.tiny import BASE, CFG, V, quantise
 
-__all__ = ["CFG", "HEAD_BLOCK", "V", "build", "ids", "quantise"]
+__all__ = ["BASE", "CFG", "HEAD_BLOCK", "V", "build", "ids", "quantise"]
 
 # The blocks of a drafting head that fits the tiny models, as its config states them.
 HEAD_BLOCK = {

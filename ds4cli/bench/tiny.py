@@ -74,7 +74,8 @@ def _noise_if_zero(p: mx.array) -> mx.array:
     return mx.random.normal(p.shape) * 0.3
 
 
-_BASE = dict(
+# What most architectures call the same.
+BASE = dict(
     vocab_size=V,
     hidden_size=64,
     intermediate_size=128,
@@ -99,7 +100,7 @@ _QWEN_MOE = dict(
     moe_intermediate_size=64,
 )
 _QWEN3_5_TEXT = dict(
-    _BASE,
+    BASE,
     **_QWEN_LINEAR,
     **_QWEN_MOE,
     model_type="qwen3_5_text",
@@ -134,7 +135,7 @@ _LONGCAT = dict(
 
 CFG: dict[str, dict] = {
     # plain KV
-    "llama": dict(_BASE, model_type="llama", num_hidden_layers=3),
+    "llama": dict(BASE, model_type="llama", num_hidden_layers=3),
     "afm7": dict(
         model_type="afm7",
         vocab_size=V,
@@ -146,7 +147,7 @@ CFG: dict[str, dict] = {
     ),
     # sliding windows
     "gemma3_text": dict(
-        _BASE,
+        BASE,
         model_type="gemma3_text",
         num_hidden_layers=4,
         head_dim=16,
@@ -155,7 +156,7 @@ CFG: dict[str, dict] = {
         sliding_window_pattern=2,
     ),
     "gemma4_text": dict(
-        _BASE,
+        BASE,
         model_type="gemma4_text",
         num_hidden_layers=4,
         head_dim=16,
@@ -181,7 +182,7 @@ CFG: dict[str, dict] = {
         rope_scaling=None,
     ),
     "exaone4": dict(
-        _BASE,
+        BASE,
         model_type="exaone4",
         num_hidden_layers=4,
         head_dim=16,
@@ -210,7 +211,7 @@ CFG: dict[str, dict] = {
         sliding_window_pattern=2,
     ),
     "plamo3": dict(
-        _BASE,
+        BASE,
         model_type="plamo3",
         num_hidden_layers=4,
         head_dim=16,
@@ -221,7 +222,7 @@ CFG: dict[str, dict] = {
     "llama4": dict(
         model_type="llama4",
         text_config=dict(
-            _BASE,
+            BASE,
             model_type="llama4_text",
             attention_bias=False,
             attention_chunk_size=8,
@@ -238,7 +239,7 @@ CFG: dict[str, dict] = {
     ),
     # gated delta rule
     "qwen3_next": dict(
-        _BASE,
+        BASE,
         **_QWEN_LINEAR,
         **_QWEN_MOE,
         model_type="qwen3_next",
@@ -254,7 +255,7 @@ CFG: dict[str, dict] = {
         text_config=dict(_QWEN3_5_TEXT, num_experts=4, num_experts_per_tok=2),
     ),
     "olmo_hybrid": dict(
-        _BASE,
+        BASE,
         **_QWEN_LINEAR,
         model_type="olmo_hybrid",
         num_hidden_layers=4,
@@ -265,7 +266,7 @@ CFG: dict[str, dict] = {
     ),
     # Kimi delta attention (a gate per channel)
     "kimi_linear": dict(
-        _BASE,
+        BASE,
         **_MLA,
         model_type="kimi_linear",
         num_hidden_layers=4,
@@ -282,7 +283,7 @@ CFG: dict[str, dict] = {
     "kimi_k3": dict(
         model_type="kimi_k3",
         text_config=dict(
-            _BASE,
+            BASE,
             **_MLA,
             num_hidden_layers=4,
             linear_attn_config=dict(_KDA, gate_lower_bound=-5.0),
@@ -297,7 +298,7 @@ CFG: dict[str, dict] = {
         ),
     ),
     "bailing_moe_v3": dict(
-        _BASE,
+        BASE,
         **_MLA,
         model_type="bailing_moe_v3",
         num_hidden_layers=4,
@@ -368,7 +369,7 @@ CFG: dict[str, dict] = {
         vocab_size=V,
     ),
     "granitemoehybrid": dict(
-        _BASE,
+        BASE,
         model_type="granitemoehybrid",
         num_hidden_layers=3,
         attention_bias=False,
@@ -413,7 +414,7 @@ CFG: dict[str, dict] = {
         time_step_rank="auto",
     ),
     "jamba": dict(
-        _BASE,
+        BASE,
         model_type="jamba",
         num_hidden_layers=4,
         attn_layer_offset=1,
@@ -480,7 +481,7 @@ CFG: dict[str, dict] = {
         full_attn_idxs=[2],
     ),
     "gear": dict(
-        _BASE,
+        BASE,
         model_type="gear",
         num_hidden_layers=4,
         head_dim=16,
@@ -502,7 +503,7 @@ CFG: dict[str, dict] = {
     ),
     # linear attention, gated by a constant per head
     "bailing_moe_linear": dict(
-        _BASE,
+        BASE,
         model_type="bailing_moe_linear",
         num_hidden_layers=4,
         moe_intermediate_size=64,
@@ -518,7 +519,7 @@ CFG: dict[str, dict] = {
         use_qk_norm=True,
     ),
     "bailing_hybrid": dict(
-        _BASE,
+        BASE,
         **_MLA,
         model_type="bailing_hybrid",
         moe_intermediate_size=64,

@@ -14,7 +14,8 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec
 
 import mlx.core as mx
 
@@ -125,6 +126,21 @@ def _weakly(method: Callable[..., None]) -> Callable[..., None]:
             own(*args)
 
     return call
+
+
+P = ParamSpec("P")
+
+
+def _written(
+    reply: Callable[Concatenate[Session, P], Generation],
+) -> Callable[Concatenate[Session, P], Generator[Event, None, None]]:
+    """What writes the reply that the session `reply`s with, taking the same arguments."""
+
+    @wraps(reply, assigned=["__doc__"])
+    def stream(self: Session, *args: P.args, **kwargs: P.kwargs) -> Generator[Event, None, None]:
+        yield from reply(self, *args, **kwargs).events(self.steps)
+
+    return stream
 
 
 class Session:
@@ -544,27 +560,6 @@ class Session:
             raise
         return taken
 
-    def stream(
-        self,
-        max_tokens: int | None = None,
-        stop: Sequence[str] | None = None,
-        guard: AnyGuard | None = None,
-        cancel: Callable[[], bool] = lambda: False,
-        since: int | None = None,
-        raw: bool | None = None,
-    ) -> Generator[Event, None, None]:
-        """Generate from here; yields one event a block and a last one with the finish reason.
-
-        max_tokens: None = the engine's setting, -1 = no limit. stop: strings; the answer ends
-        before the first one, and the tokens that touch it are not in the state. since: position
-        where the text that goes on began (for a reply that was cut). raw: all of it is answer,
-        markers of reasoning, too (None = the engine's setting). guard: watches for tool calls; one
-        that leaves its grammar is repaired by going back, and the reply ends where the last call
-        ends. Leaving early keeps the session usable. Where the session was moved between two
-        events, the text goes on from there, unless a guard watches it (StateError).
-        """
-        yield from self.reply(max_tokens, stop, guard, cancel, since, raw).events(self.steps)
-
     def reply(
         self,
         max_tokens: int | None = None,
@@ -574,7 +569,17 @@ class Session:
         since: int | None = None,
         raw: bool | None = None,
     ) -> Generation:
-        """A reply that goes on from here, as `stream` writes it."""
+        """A reply that goes on from here. `stream` writes it: one event a block, and a last one
+        with the finish reason.
+
+        max_tokens: None = the engine's setting, -1 = no limit. stop: strings; the answer ends
+        before the first one, and the tokens that touch it are not in the state. guard: watches for
+        tool calls; one that leaves its grammar is repaired by going back, and the reply ends where
+        the last call ends. since: position where the text that goes on began (for a reply that was
+        cut). raw: all of it is answer, markers of reasoning, too (None = the engine's setting).
+        Leaving early keeps the session usable. Where the session was moved between two events, the
+        text goes on from there, unless a guard watches it (StateError).
+        """
         settings = self.engine.settings
         limit = settings.max_tokens if max_tokens is None else max_tokens
         if limit < -1:
@@ -586,6 +591,8 @@ class Session:
         text = ReplyText(self.engine.decode, self.pos, before, stop, guard, think)
         end = None if limit < 0 else self.pos + limit
         return Generation(self, self._timeline, text, end, cancel)
+
+    stream = _written(reply)
 
     def _think(self, said: int) -> tuple[Markers, bool] | None:
         """The markers of reasoning, and whether the prompt, all but the last `said` tokens, opened

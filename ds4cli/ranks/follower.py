@@ -46,49 +46,61 @@ def run(works: Works) -> int:
 
 def follow(group: Following, works: Works) -> None:
     """Load what rank 0 loads, and do its moves."""
-    engine: Engine | None = None
-    timelines: dict[int, Timeline] = {}
+    follower = _Follower(group)
     while True:
         name, *rest = group.next()
-        if name == "load":
-            timelines.clear()
-            # Drafts are made on rank 0.
-            fields = {**rest[0], "speculate": "never", "draft_model": None, "corpus": None}
-            engine = Engine.load(group=group, **fields)
-            continue
         if name == END:
             mx.synchronize()
             return
-        if name == "rename":
-            old, new = (part_of(path, group.rank) for path in rest)
-            if old.exists():
-                old.replace(new)
-            continue
         if name in works:
             works[name](group, *rest)
             return
-        assert engine is not None, "rank 0 loads first"
-        _do(group, engine, timelines, name, *rest)
+        follower.do(name, *rest)
 
 
-def _do(
-    group: Following,
-    engine: Engine,
-    timelines: dict[int, Timeline],
-    name: str,
-    number: int,
-    *rest: Any,
-) -> None:
-    """One move of the timeline that rank 0 gave this number."""
-    if name == "new":
-        timelines[number] = engine.scratch_timeline()
-    elif name == "fork":
-        given, twin = rest
-        limits = None if given is None else Limits(**given)
-        timelines[twin] = timelines[number].fork(limits)
-    elif name == "drop":
-        timelines.pop(number, None)  # one of a model before this one
-    else:
-        answer = getattr(timelines[number], f"do_{name}")(*rest)
+class _Follower:
+    """What rank 0 has here: its model, and timelines by the numbers that it gave them. One method a
+    move, named as it is told; those of a timeline stand there."""
+
+    def __init__(self, group: Following):
+        self._group = group
+        self._engine: Engine | None = None
+        self._timelines: dict[int, Timeline] = {}
+
+    def do(self, name: str, *rest: Any) -> None:
+        """One move."""
+        own = getattr(self, f"do_{name}", None)
+        if own is not None:
+            own(*rest)
+            return
+        number, *more = rest
+        answer = getattr(self._timelines[number], f"do_{name}")(*more)
         if name in ANSWERED:
-            group.answer(answer)
+            self._group.answer(answer)
+
+    def do_load(self, fields: dict[str, Any]) -> None:
+        """This rank's part of a model."""
+        self._timelines.clear()
+        # Drafts are made on rank 0.
+        alone = {"speculate": "never", "draft_model": None, "corpus": None}
+        self._engine = Engine.load(group=self._group, **{**fields, **alone})
+
+    def do_rename(self, path: str, new: str) -> None:
+        """A kept session has another name."""
+        old = part_of(path, self._group.rank)
+        if old.exists():
+            old.replace(part_of(new, self._group.rank))
+
+    def do_new(self, number: int) -> None:
+        """An empty timeline."""
+        assert self._engine is not None, "rank 0 loads first"
+        self._timelines[number] = self._engine.scratch_timeline()
+
+    def do_fork(self, number: int, given: dict[str, int] | None, twin: int) -> None:
+        """A twin of a timeline."""
+        limits = None if given is None else Limits(**given)
+        self._timelines[twin] = self._timelines[number].fork(limits)
+
+    def do_drop(self, number: int) -> None:
+        """Nobody has that timeline any more; or it was one of a model before this one."""
+        self._timelines.pop(number, None)
