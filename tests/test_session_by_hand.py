@@ -87,14 +87,28 @@ class Policy:
         self.told, self._wanting = [], list(wanting)
         self.costs = SimpleNamespace(plain="plain", use=lambda *a, **k: self.told.append((a, k)))
 
-    def draft(self, drafter, tokens, room, region):
-        self.told.append(("draft", list(tokens), room, region))
+    def choose(self, drafter, tokens, room, region):
+        self.told.append(("choose", list(tokens), room, region))
         self.parked += 1
-        return drafter.propose(tokens, room) if room > 0 else []
+        drafts = drafter.propose(tokens, room) if room > 0 else []
+        return SimpleNamespace(part=drafter, drafts=drafts) if drafts else None
+
+    def give(self, offer, tokens, said):
+        self.told.append(("give", list(tokens)))
+        return offer.drafts if said is None else said
 
     def offer(self, drafter, tokens, room, region):
-        guesses = self.draft(drafter, tokens, room, region)
+        chosen = self.choose(drafter, tokens, room, region)
+        guesses = [] if chosen is None else chosen.drafts
         return guesses, [0.5**i for i in range(1, len(guesses) + 1)]
+
+    def hope(self, *asked):
+        self.told.append(("hope", *asked))
+        return SimpleNamespace(part=asked[0])
+
+    def heard(self, hope, tokens, drafts):
+        self.told.append(("heard", list(tokens), drafts))
+        return [0.5, 0.25]
 
     def wants(self, drafter, tokens, room, region):
         self.told.append(("wants", list(tokens), room, region))
@@ -139,7 +153,7 @@ class Grammar:
         self.asked.append(list(tokens))
         return list(self.must.get(tokens[-1], []))
 
-    def held(self, feed, picks, rows):
+    def repicked(self, feed, picks, rows):
         self.asked.append(("held", list(feed), list(picks), len(rows)))
         return picks
 
@@ -198,7 +212,7 @@ def test_what_a_sync_counts():
     assert (stats.rewinds, stats.discarded_tokens) == (2, 4)
     assert session.counters is session.timeline.counters and session.timeline.pos == 4
     assert session.plan(2).pos == 2 and session.limits is session.timeline.limits
-    assert session.record_bytes(Limits(10, 0, 0)) == 10 * WORDS * 4
+    assert session.horizon_bytes(Limits(10, 0, 0)) == 10 * WORDS * 4
     assert session.kept_bytes() == session.timeline.kept_bytes()
 
 
@@ -299,13 +313,13 @@ def test_guesses_are_asked_for_behind_the_next_token():
     session = spied(n=3, policy=Policy(runs_ahead=False))
     assert session.propose(TRUTH[0], 9) == TRUTH[1:4]
     assert session.guessed_by == "who"
-    assert session.policy.told == [("draft", after(1), 8, "prose")]
+    assert session.policy.told == [("choose", after(1), 8, "prose"), ("give", after(1))]
     ids = session._drafted_ids
     assert session.step().tokens == TRUTH[:4]
     assert session.step(max_tokens=3).tokens == TRUTH[4:7]
-    assert session.policy.of("draft")[1:] == [
-        ("draft", after(1), MAX_BLOCK_TOKENS - 1, "prose"),
-        ("draft", after(5), 2, "prose"),
+    assert session.policy.of("choose")[1:] == [
+        ("choose", after(1), MAX_BLOCK_TOKENS - 1, "prose"),
+        ("choose", after(5), 2, "prose"),
     ]
     assert session._drafted_ids is ids and session.stats.parked == 3
     assert session.policy.of("observe") == [("observe", 4, 4), ("observe", 3, 3)]
@@ -345,11 +359,11 @@ def test_what_must_follow_comes_before_what_is_guessed():
     first = TRUTH[0]
     session.generation = Grammar(must={first: [7, 8], TRUTH[2]: [9, 9, 9]})
     assert session.propose(first, None) == [7, 8] and session.guessed_by == "grammar"
-    assert session.policy.of("draft"), "a free one may know more"
+    assert session.policy.of("choose"), "a free one may know more"
     session.generation = Grammar(must={first: TRUTH[1:2], TRUTH[2]: [9, 9, 9]})
     assert session.propose(first, None) == [*TRUTH[1:3], 9, 9, 9] and session.guessed_by == "who"
     assert session.propose(first, 5) == [*TRUTH[1:3], 9, 9]
-    assert session.policy.of("draft")[-1][2:] == (4, "tool")
+    assert session.policy.of("choose")[-1][2:] == (4, "tool")
     session.generation = Grammar(fits=0, must={})
     assert session.propose(first, None) == [] and session.guessed_by == "who"
     assert session.generation.asked == [[first], (first, TRUTH[1:3])]
@@ -427,12 +441,20 @@ def test_why_nothing_was_guessed():
     assert session.why_no_drafts == ""
 
 
-def test_who_is_asked_only_while_no_other_text_is_written():
-    """Guards: guesses made one text after the other, while all wait."""
-    assert spied(is_free=False, policy=Policy(chooses=True)).drafts_alone == ["spy"]
-    assert spied(is_free=True, policy=Policy(chooses=True)).drafts_alone == []
-    assert spied(is_free=False, policy=Policy(chooses=False)).drafts_alone == []
-    assert spied(is_free=False, policy=Policy(True, runs_ahead=False)).drafts_alone == []
+def test_a_drafter_that_others_ask_is_heard():
+    """Guesses for another place, or beyond what a grammar and the chances leave."""
+    session = spied(n=3)
+    chosen = session.choose(TRUTH[0], 9)
+    assert (chosen.first, chosen.room, chosen.forced) == (TRUTH[0], 8, [])
+    assert session.give(chosen, [1, 2]) == [1, 2]
+    hope = session.hope(9)
+    assert session.policy.of("hope") == [("hope", session.drafter, 6, 8, "prose")]
+    assert session.heard(hope, [1, 2, 3]) == ([1, 2], [0.5, 0.25])
+    assert session.guessed_by == "spy"
+    assert session.policy.of("heard") == [("heard", after(1), [1, 2, 3])]
+    session.generation = Grammar(fits=1)
+    assert session.heard(hope, [1, 2, 3]) == ([1], [0.5])
+    assert session.generation.asked == [(TRUTH[0], [1, 2, 3])]
 
 
 class Prices:
@@ -462,7 +484,7 @@ def test_prices_are_looked_up_once_and_measured_when_they_matter():
     for _ in range(2):
         session.propose(TRUTH[0], None)
     assert prices.asked == [("plain", 5, True)] * 2
-    used = [told for told in policy.told if told[0] not in ("draft",)]
+    used = [told for told in policy.told if told[0] not in ("choose", "give")]
     assert used == [(({1: 0.5},), {"runs_ahead": True})] and not session._is_to_measure
     prices.stale, before = True, list(session.engine.notices)
     session.propose(TRUTH[0], None)
@@ -474,11 +496,11 @@ def test_prices_are_looked_up_once_and_measured_when_they_matter():
     assert prices.asked[-1] == ("measure", 0, session.sampler, START)
     assert session.timeline.open_blocks == 0, "what ran ahead"
     assert session.engine.notices == [*before, "measured"]
-    assert policy.told[-2] == (({1: 0.1},), {"runs_ahead": True})
+    assert policy.told[-3] == (({1: 0.1},), {"runs_ahead": True})
     assert not session._is_to_measure
     session.use(Settings(repetition_penalty=1.2))
     session.propose(TRUTH[0], None)
-    assert policy.told[-2] == (({1: 0.1},), {"runs_ahead": False})
+    assert policy.told[-3] == (({1: 0.1},), {"runs_ahead": False})
 
 
 # -- replies --------------------------------------------------------------------------------------
@@ -517,7 +539,7 @@ def test_a_run_ahead_ends_where_guesses_shall_be_fed():
     policy = Policy(wanting=[False, False, True])
     session = spied(n=0, policy=policy)
     assert said(session.stream(max_tokens=9)) == TRUTH[:9]
-    drafts, wants = policy.of("draft"), policy.of("wants")
+    drafts, wants = policy.of("choose"), policy.of("wants")
     assert [len(told[1]) for told in drafts] == [6, 10]
     assert [told[1] for told in wants] == [after(n) for n in (2, 3, 4, 6, 7, 8, 9)]
     assert [told[2] for told in wants] == [7, 6, 5, 3, 2, 1, 0]

@@ -157,7 +157,7 @@ def test_what_was_replayed_is_of_the_oldest_block():
     t.feed([4])
     t.replayed(1, [["own"]])
     first, second = t._now.open
-    assert (first.head, second.head) == ((1, [["own"]]), None)
+    assert (first.replayed, second.replayed) == ((1, [["own"]]), (0, []))
     assert (first.feed, second.feed) == ([3], [4])
 
 
@@ -738,7 +738,7 @@ def test_what_is_reached():
     window.rewind(67)
     assert 69 in [c.pos for c in window.reach().checkpoints]
     bare = timeline("plain", at=9)
-    bare._now = bare._now._replace(horizon=bare._records()[0])
+    bare._now = bare._now._replace(horizon=bare._nothing_kept()[0])
     assert bare.reach().rows == {9}, "the row where it stands"
     assert timeline("plain").reach().rows == range(0)
 
