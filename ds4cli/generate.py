@@ -30,7 +30,7 @@ from ds4cli.tokens import common_prefix
 if TYPE_CHECKING:
     from ds4cli.engine.engine import Engine
     from ds4cli.engine.generation import Event
-    from ds4cli.engine.session import Session
+    from ds4cli.engine.session import Session, Stats
     from ds4cli.ranks.group import Leading
     from ds4cli.structured.guards import AnyGuard
     from ds4cli.structured.wanted import Wanted
@@ -552,7 +552,7 @@ def report(engine: Engine, session: Session, completion: Completion) -> dict[str
     }
 
 
-def _usage(stats: Any) -> dict[str, Any]:
+def _usage(stats: Stats) -> dict[str, Any]:
     return {
         "prompt_tokens": stats.prompt_tokens,
         "completion_tokens": stats.generated_tokens,
@@ -561,7 +561,7 @@ def _usage(stats: Any) -> dict[str, Any]:
     }
 
 
-def _timings(stats: Any) -> dict[str, Any]:
+def _timings(stats: Stats) -> dict[str, Any]:
     read = stats.prompt_tokens - stats.cached_tokens
     return {
         "prompt_n": read,

@@ -20,7 +20,7 @@ from ds4cli.settings import Settings
 ROOT = Path(ds4cli.__file__).parent
 INNER = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>", "<lambda>"}
 # What replays the recurrences of a rewind: the same sums as in a model call.
-REPLAY = {"hooks/cuda/__init__.py", "hooks/delta.py", "tape/families/delta_rule.py"}
+REPLAY = {"hooks/cuda/switch.py", "hooks/delta.py", "tape/families/delta_rule.py"}
 REPLAY |= {"tape/tape.py", "tape/tracks.py"}
 
 

@@ -17,10 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds4cli.atomic import replacing
 from ds4cli.settings import MAX_BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from ds4cli.rewind.timeline import Timeline
+    from ds4cli.sampling import Sampler
 
 # Rows that are measured, the most telling first: a slow model is given fewer of them. Metal's
 # products of quantised weights read those once per 5 rows.
@@ -78,7 +82,7 @@ class PriceList:
         path = folder / f"{digest[:32]}.json"
         return cls(path, _read(path))
 
-    def measure(self, timeline: Any, sampler: Any, tokens: Sequence[int]) -> None:
+    def measure(self, timeline: Timeline, sampler: Sampler, tokens: Sequence[int]) -> None:
         """Time calls on an empty timeline of the model, after a few of `tokens`, and keep that."""
         begin = time.perf_counter()
         self.seconds = measure(timeline, sampler, tokens)
@@ -135,8 +139,8 @@ def _write(path: Path, seconds: Mapping[int, float]) -> str:
 
 
 def measure(
-    timeline: Any,
-    sampler: Any,
+    timeline: Timeline,
+    sampler: Sampler,
     tokens: Sequence[int],
     budget_s: float = BUDGET_S,
     clock: Callable[[], float] = time.perf_counter,
@@ -167,8 +171,8 @@ def measure(
 
 
 def _first_turn(
-    timeline: Any,
-    sampler: Any,
+    timeline: Timeline,
+    sampler: Sampler,
     tokens: list[int],
     limits: tuple[float, float],
     clock: Callable[[], float],
@@ -188,7 +192,7 @@ def _first_turn(
     return {**taken, 0: _plain_seconds(timeline, sampler, tokens[:1], clock)}
 
 
-def _read_context(timeline: Any, tokens: list[int], clock: Callable[[], float]) -> None:
+def _read_context(timeline: Timeline, tokens: list[int], clock: Callable[[], float]) -> None:
     """Some tokens for whatever is compiled, some to see how fast it goes, then as many as fit."""
     timeline.sync(tokens[:TRIED_TOKENS])
     begin, tried = clock(), tokens[TRIED_TOKENS : 2 * TRIED_TOKENS]
@@ -199,7 +203,7 @@ def _read_context(timeline: Any, tokens: list[int], clock: Callable[[], float]) 
 
 
 def _call_seconds(
-    timeline: Any, sampler: Any, feed: list[int], clock: Callable[[], float]
+    timeline: Timeline, sampler: Sampler, feed: list[int], clock: Callable[[], float]
 ) -> float:
     """A block whose last guess is wrong, as most are: so the way back is in the price."""
     begin = clock()
@@ -212,7 +216,7 @@ def _call_seconds(
 
 
 def _plain_seconds(
-    timeline: Any, sampler: Any, token: list[int], clock: Callable[[], float]
+    timeline: Timeline, sampler: Sampler, token: list[int], clock: Callable[[], float]
 ) -> float:
     """A token of plain decoding, the next call being built while this one runs."""
     picks = [_open(timeline, sampler, token)]
@@ -227,7 +231,7 @@ def _plain_seconds(
     return statistics.median(taken[1:])
 
 
-def _open(timeline: Any, sampler: Any, token: Any) -> Any:
+def _open(timeline: Timeline, sampler: Sampler, token: Any) -> Any:
     rows = timeline.feed(token)
     pick = sampler.pick(rows, timeline.pos + timeline.open_blocks, ())
     timeline.evaluate(pick, wait=False)

@@ -15,18 +15,19 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, cast
 
 import mlx.core as mx
 
 from ds4cli.arrays import integer
+from ds4cli.drafters.drafter import Drafter
 from ds4cli.drafters.policy import DraftPolicy, Offer
 from ds4cli.engine.generation import Event, Generation, Repair
 from ds4cli.engine.reply import ReplyText
 from ds4cli.engine.scores import Score, Scores
 from ds4cli.errors import StateError, UsageError
 from ds4cli.rewind.plan import RewindPlan, RewindReport
-from ds4cli.sampling import refuse_nan
+from ds4cli.sampling import Sampler, refuse_nan
 from ds4cli.settings import MAX_BLOCK_TOKENS, Settings
 from ds4cli.text.reasoning import Markers, opens_thinking
 
@@ -146,7 +147,7 @@ def _written(
 class Session:
     """One timeline of one engine. Public state: tokens, pos, logits, stats, attempt."""
 
-    def __init__(self, engine: Engine, timeline: Timeline, sampler: Any, drafter: Any):
+    def __init__(self, engine: Engine, timeline: Timeline, sampler: Sampler, drafter: Drafter):
         self.engine = engine
         self.sampler = sampler
         self.drafter = drafter
@@ -551,7 +552,7 @@ class Session:
             history = [*timeline.tokens, *feed] if self.sampler.needs_history else ()
             picks = self.sampler.pick(rows, timeline.pos + 1, history)
             timeline.evaluate(picks)
-            taken = picks.tolist()
+            taken = cast("list[int]", picks.tolist())
             refuse_nan(rows, taken)
             if self.generation is not None and len(feed) > 1:
                 taken = self.generation.repicked(feed, taken, rows)

@@ -40,7 +40,15 @@ CHANNEL_CHUNK = 8
 _OPERAND = 2**17
 
 
-def chunked(q, k, v, g, beta, state=None, mask=None):
+def chunked(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
     """What mlx-lm's `gated_delta_ops` computes: outputs, and the state after all rows.
 
     q, k (B, T, Hk, Dk), v (B, T, Hv, Dv), g (B, T, Hv) or (B, T, Hv, Dk) in [0, 1],
@@ -51,10 +59,12 @@ def chunked(q, k, v, g, beta, state=None, mask=None):
     if mask is not None:
         beta = mx.where(mask[..., None], beta, 0)
         g = mx.where(mask.reshape(*mask.shape, *[1] * (g.ndim - 2)), g, 1)
-    ys = []
+    ys: list[mx.array] = []
     for rows in _segments(k, v, g):
         y, state = _segment(q[:, rows], k[:, rows], v[:, rows], g[:, rows], beta[:, rows], state)
+        assert y is not None, "there are queries"
         ys.append(y)
+    assert state is not None, "there are rows"
     y = ys[0] if len(ys) == 1 else mx.concatenate(ys, axis=1)
     return y.astype(q.dtype), state
 
@@ -83,7 +93,9 @@ def runs_alone(dim: int) -> bool:
     return switch.is_on() and kernels.fits(dim)
 
 
-def _kernel_state(k, v, g, beta, state):
+def _kernel_state(
+    k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array | None
+) -> mx.array:
     if state is None:
         state = mx.zeros((k.shape[0], *v.shape[2:], k.shape[-1]))
     # Any q will do: only outputs depend on it.
@@ -98,7 +110,14 @@ def _segments(k: mx.array, v: mx.array, g: mx.array) -> list[slice]:
     return [slice(i, i + chunks * size) for i in range(0, rows, chunks * size)]
 
 
-def _segment(q, k, v, g, beta, state):
+def _segment(
+    q: mx.array | None,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array | None,
+) -> tuple[mx.array | None, mx.array]:
     """Outputs (None without q) and the state after the rows of one segment."""
     batch, rows, groups, dim_k = k.shape
     heads, dim_v = v.shape[2:]
@@ -146,20 +165,20 @@ def lower(size: int, below: int) -> mx.array:
     return (index[:, None] - index[None] >= below).astype(mx.float32)
 
 
-def products(g):
+def products(g: mx.array) -> mx.array:
     """g (..., C, D) -> (..., C, C, D): at t, i the product of rows i + 1 .. t; 1 for i >= t."""
     later = lower(g.shape[-2], 1)[..., None] > 0
     return mx.cumprod(mx.where(later, g[..., None, :], 1.0), axis=-3)
 
 
-def pairs(x, k, D):
+def pairs(x: mx.array, k: mx.array, D: mx.array) -> mx.array:
     """The products x_t D_ti . k_i, (..., C, C); meaningful for i <= t."""
     if D.shape[-1] == 1:
         return (x @ k.swapaxes(-1, -2)) * D[..., 0]
     return ((D * k[..., None, :, :]) @ x[..., None])[..., 0]
 
 
-def unit_inverse(A):
+def unit_inverse(A: mx.array) -> mx.array:
     """(I + A)^-1 for strictly lower triangular A (..., C, C)."""
     size = A.shape[-1]
     eye = mx.eye(size)
@@ -182,7 +201,9 @@ def _merge_inverse(A: mx.array, eye: mx.array, size: int) -> mx.array:
     return T
 
 
-def _scan(T, K_in, V, K_out, D_all, state):
+def _scan(
+    T: mx.array, K_in: mx.array, V: mx.array, K_out: mx.array, D_all: mx.array, state: mx.array
+) -> tuple[list[mx.array], list[mx.array]]:
     """The sequential part: the state before each chunk and after the last, and the updates U."""
     states, updates = [state], []
     for c in range(T.shape[3]):
