@@ -21,7 +21,7 @@ from ds4cli.batch.requests import (
     parse,
 )
 from ds4cli.batch.results import FileResults, StreamResults, _Log, open_results
-from ds4cli.batch.width import Width
+from ds4cli.batch.width import Width, promises
 from ds4cli.errors import DS4Error, UsageError
 from ds4cli.settings import Settings
 from ds4cli.tokens import common_prefix
@@ -602,9 +602,9 @@ def test_blank_lines_and_common_prefix():
 # --- how many at a time --------------------------------------------------------------------------
 
 
-def widths(wanted, rate, rounds=200) -> list[int]:
+def widths(wanted, rate, rounds=200, promised=None) -> list[int]:
     """The widths that are tried where `rate(width)` tokens a second are made."""
-    width, found = Width(wanted), []
+    width, found = Width(wanted, promised), []
     for _ in range(rounds):
         found.append(width.now)
         width.observe(width.now, width.now, width.now / rate(width.now))
@@ -619,11 +619,30 @@ def test_as_many_at_a_time_as_pay():
     assert widths(5, lambda n: 100) == widths(5, lambda n: n) == [5]
 
 
+def test_the_first_width_is_the_one_that_prices_promise():
+    """Every batch began with four lines, whatever earlier ones had found out."""
+    assert widths(None, lambda n: 100 * n, promised={4: 400, 8: 800, 16: 1600}) == [16, 32]
+    assert widths(None, lambda n: min(n, 8), promised={4: 4, 8: 8, 16: 8.1}) == [8, 16, 8]
+    assert widths(None, lambda n: min(n, 4), promised={4: 9, 8: 18, 16: 36}) == [16, 8, 4]
+    assert widths(None, lambda n: min(n, 8), promised={4: 9, 8: 18, 16: 36}) == [16, 8, 4, 8]
+    assert widths(None, lambda n: n, promised={8: 50}) == [8, 4, 8]
+    assert widths(5, lambda n: n, promised={4: 4, 8: 8}) == [5]
+
+
+def test_prices_promise_what_batches_or_else_calls_have_shown():
+    """A width was begun with that nobody had any price of."""
+    calls = {0: 1.0, 1: 1.0, 8: 2.0, 16: 4.0}
+    assert promises({}, calls) == {4: 4 / (1 + 3 / 7), 8: 4.0, 16: 4.0}
+    assert promises({8: 2.0}, calls) == promises({}, calls)
+    assert promises({6: 1.0, 16: 2.0}, calls) == {8: 8 / 1.2, 16: 8.0}
+    assert promises({}, {}) == promises({5: 1.0}, {1: 1.0}) == {}
+
+
 def test_one_line_is_tried_where_guesses_are_made_for_one_only():
     """A draft model that wrote one line faster than four lines go without it was never asked."""
 
-    def found(rates):
-        width, tried = Width(None), []
+    def found(rates, promised=None):
+        width, tried = Width(None, promised), []
         width.begin_alone()
         for i in range(200):
             tried.append(width.now)
@@ -634,6 +653,7 @@ def test_one_line_is_tried_where_guesses_are_made_for_one_only():
 
     assert found({1: 100.0, 4: 60.0}) == [1, 4, 1]
     assert found({1: 100.0, 4: 200.0, 8: 201.0}) == [1, 4, 8, 4]
+    assert found({1: 100.0, 16: 200.0, 32: 201.0}, {8: 8, 16: 16}) == [1, 16, 32, 16]
     given = Width(8)
     given.begin_alone()
     assert given.now == 8

@@ -26,6 +26,7 @@ from ds4cli.batch.desk import Desk
 from ds4cli.batch.requests import derived_seed
 from ds4cli.caches.arena import Seating
 from ds4cli.cli import app
+from ds4cli.drafters.costs import PriceList
 from ds4cli.drafters.drafter import Drafter
 from ds4cli.engine.engine import Engine
 from ds4cli.engine.group import Group
@@ -321,6 +322,15 @@ def test_one_line_is_tried_first_where_a_drafter_takes_time(shared, folders, mon
     widths.clear()
     told(monkeypatch, folders["llama"], {"parallel": 3})
     assert widths[0] == 3
+
+
+def test_what_calls_for_several_lines_cost_is_remembered(shared, folders, monkeypatch):
+    """The next batch began as if nobody had ever written several lines here."""
+    remembered = []
+    monkeypatch.setattr(PriceList, "remember", lambda prices, rounds: remembered.append(rounds))
+    source = write_jsonl("in", [{"prompt": c, "max_tokens": 12} for c in "abc"])
+    assert run(source, "out", folders["llama"], {"parallel": 3}) == 0
+    assert remembered[-1].keys() == {3} and remembered[-1][3] > 0
 
 
 def test_a_failure_ends_what_is_begun_before_it_stops_a_fail_fast_run(shared, folders):

@@ -33,6 +33,22 @@ def test_a_list_is_kept_for_its_key_alone(tmp_path, monkeypatch):
     assert PriceList.kept(tmp_path / "new", {"model": "b"}).seconds == {}
 
 
+def test_what_batches_saw_is_kept_beside_what_was_measured(tmp_path):
+    """A batch's prices took the place of those of calls, or the other way round; one that is no
+    time was believed."""
+    PriceList.kept(tmp_path, {}).remember({4: 0.5})
+    kept = PriceList.kept(tmp_path, {})
+    assert kept.rounds == {4: 0.5} and kept.seconds == {}
+    kept.seconds = {0: 0.1, 1: 0.1}
+    kept.remember({8: 0.75})
+    kept.remember({})
+    again = PriceList.kept(tmp_path, {})
+    assert again.rounds == {4: 0.5, 8: 0.75} and again.seconds == {0: 0.1, 1: 0.1}
+    for wrong in ('{"rounds": {"4": -1}}', '{"rounds": 3}', "[]", '{"rounds": {"4": NaN}}'):
+        kept.path.write_text(wrong)
+        assert PriceList.kept(tmp_path, {}).rounds == {}
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -265,7 +281,8 @@ def test_plain_tokens_run_ahead_beside_a_drafter(name, monkeypatch):
     wishes = iter([i % 5 == 4 for i in range(200)])
     drafts = iter([[], [1, 2]] * 100)
     monkeypatch.setattr(session.policy, "wants", lambda *args: next(wishes))
-    monkeypatch.setattr(session.policy, "draft", lambda *args: next(drafts))
+    monkeypatch.setattr(session.policy, "choose", lambda *args: "whose guesses")
+    monkeypatch.setattr(session.policy, "give", lambda *args: next(drafts))
     assert run(session, prompt(10), 60) == plain(model, prompt(10), 60)
     blocks = session.stats.blocks
     assert len(ahead) > 30 and session.stats.proposed > 10

@@ -52,3 +52,13 @@ def test_a_price_that_keeps_guesses_out_is_doubted_in_time():
         rounds += 1
         assert rounds < 2000
     assert rounds > 100
+
+
+def test_a_number_of_lanes_that_was_not_timed_costs_what_the_next_one_does():
+    """Whenever a line ended, guesses waited for a round without any."""
+    known = costs(0.5, 0.0, lanes=8)
+    assert known.plain(8) == known.plain(6) == known.plain(12) == 1.0
+    assert known.plain(5) == known.plain(2) == known.plain(16) == 0.0
+    known.observe(6, 6, 1, 0.5)
+    assert (known.plain(6), known.plain(5), known.plain(9)) == (0.5, 0.5, 1.0)
+    assert known.timed() == {8: pytest.approx(1.0)}

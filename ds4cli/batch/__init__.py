@@ -141,7 +141,7 @@ def _answer(
     warn = partial(_say, request)
     planner = Planner(engine, engine.settings, tools, request.group, form, warn)
     with signals.Interrupts() as interrupted:
-        desk = Desk(engine, Width(engine.settings.parallel or None), warn)
+        desk = Desk(engine, Width.of(engine), warn)
         runner = Runner(engine, planner, results, interrupted, desk, request.fail_fast, others)
         progress = BatchProgress(runner.tally, total, not request.quiet)
         blocks = Blocks(request, engine.settings, lines, interrupted)

@@ -146,6 +146,7 @@ class Desk:
         """Nothing is written any more."""
         self.writing.clear()
         if self._group is not None:
+            self._engine.prices.remember(self._group.guesses.timed())
             self._group.close()
 
     @property

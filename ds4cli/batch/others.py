@@ -108,7 +108,7 @@ def answer_lines(
     engine = generate.load_engine(settings, tools=tools, quiet=True, shares=False)
     group.check(facts(engine))
     planner = Planner(engine, engine.settings, tools, False, from_settings(settings))
-    desk = Desk(engine, Width(engine.settings.parallel or None), lambda text: None)
+    desk = Desk(engine, Width.of(engine), lambda text: None)
     taker = Taker(group, engine, planner, desk, plain)
     taker.take_lines()
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds4cli.drafters.costs import DraftTimes
+from ds4cli.drafters.costs import DraftTimes, Mean
 from ds4cli.drafters.drafter import Drafter
 from ds4cli.drafters.policy import LEAST_PROBING, LESS_PROBING, MOST_PROBING
 from ds4cli.drafters.sharing import FIRST_GUESSES, MISSED, RoundCosts, share
 
+# Rounds after which the reading of a prompt is to be repaid, and how much one still counts after
+# the next.
+REPAID_AFTER, READING_DECAY = 16, 0.9
 # Per lane, the chance that its first guess is kept, its first two, ...
 Chances = Sequence[Sequence[float]]
 
@@ -28,13 +31,19 @@ class Asking:
         self.length = 0
         self._worth_trying, self._at_once = part.worth_trying, part.drafts_at_once
         self._times: dict[int, DraftTimes] = {}  # by lanes
+        self._reading = Mean(READING_DECAY)  # seconds of a prompt
         self._credit, self._share = 0.0, MOST_PROBING
         self._is_probe = False
 
-    def observe(self, lanes: int, guesses: int, seconds: float) -> None:
-        """A draft of so many guesses, for so many lanes, was made."""
-        times = self._times.setdefault(lanes, DraftTimes(at_once=self._at_once))
-        times.observe(guesses, seconds)
+    def observe(self, lanes: int, guesses: int, seconds: float, new: int = 0) -> None:
+        """A draft of so many guesses, for so many lanes, was made. new: how many of these were
+        asked for the first time, and read their prompts."""
+        expected = self.seconds(lanes, guesses)
+        if not new:
+            times = self._times.setdefault(lanes, DraftTimes(at_once=self._at_once))
+            times.observe(guesses, seconds)
+        elif expected:
+            self._reading.add(max(0.0, seconds - expected) / new)
 
     def seconds(self, lanes: int, guesses: int) -> float:
         """What that is expected to take: as for the number of lanes next to it that was seen."""
@@ -42,33 +51,38 @@ class Asking:
         nearest = min(known, key=lambda n: abs(n - lanes), default=None)
         return 0.0 if nearest is None else self._times[nearest].seconds(guesses)
 
-    def plan(self, costs: RoundCosts, lanes: int, hopes: Chances, rounds: int) -> None:
-        """Decide for the next rounds. rounds: that went by since it was last decided."""
-        self.length, self._is_probe = self._best(costs, lanes, hopes, ()), False
+    def plan(self, costs: RoundCosts, lanes: int, hopes: Chances, new: int, rounds: int) -> None:
+        """Decide for the next rounds. new: how many of these lanes were never asked; rounds: that
+        went by since it was last decided."""
+        self.length, self._is_probe = self._best(costs, lanes, hopes, new, ()), False
         if self.length:
             self._share = MOST_PROBING
             return
         self._credit += rounds * self._share
-        price = MISSED + self.seconds(len(hopes), self._worth_trying) / costs.plain(lanes)
+        takes = self.seconds(len(hopes), self._worth_trying) + new * self._reading.value
+        price = MISSED + takes / costs.plain(lanes)
         if self._credit >= price:
             self._credit, self._share = 0.0, max(LEAST_PROBING, LESS_PROBING * self._share)
             self.length, self._is_probe = self._worth_trying, True
 
-    def guesses(self, costs: RoundCosts, lanes: int, hopes: Chances, free: Chances) -> int:
+    def guesses(
+        self, costs: RoundCosts, lanes: int, hopes: Chances, new: int, free: Chances
+    ) -> int:
         """How many to ask for now. hopes: of the lanes that may be asked; free: of the others, what
         they have to feed already."""
-        return self._worth_trying if self._is_probe else self._best(costs, lanes, hopes, free)
+        return self._worth_trying if self._is_probe else self._best(costs, lanes, hopes, new, free)
 
-    def _best(self, costs: RoundCosts, lanes: int, hopes: Chances, free: Chances) -> int:
+    def _best(self, costs: RoundCosts, lanes: int, hopes: Chances, new: int, free: Chances) -> int:
         """Of the guesses that make more tokens in the same time than none; 0 if there are none."""
         fed, best = share(costs, lanes, free)
         tokens = lanes + sum(sum(own[:k]) for own, k in zip(free, fed, strict=True))
         rows, found = lanes + sum(fed), 0
-        most = max(map(len, hopes), default=0)
+        most, reading = max(map(len, hopes), default=0), new * self._reading.value / REPAID_AFTER
         for n in range(1, most + 1 if costs.is_known else FIRST_GUESSES + 1):
             more = [own[n - 1] for own in hopes if len(own) >= n]
             tokens, rows = tokens + sum(more), rows + len(more)
-            spent = self.seconds(len(hopes), n) / costs.plain(lanes)
+            takes = self.seconds(len(hopes), n) + reading
+            spent = takes / costs.plain(lanes)
             rate = tokens / (spent + costs.cost(lanes, rows, 1))
             if rate > best:
                 found, best = n, rate

@@ -56,6 +56,8 @@ PLAIN_DECAY, COST_DECAY = 0.95, 0.99
 ORIGIN_WEIGHT = 0.25
 # A drafter's first drafts, which are not timed: on a GPU they may compile kernels for seconds.
 COMPILING = 2
+# What a file calls the prices of calls for several texts.
+ROUNDS = "rounds"
 # Blocks until prices are made anew.
 SIGHTINGS = 8
 
@@ -67,11 +69,13 @@ SIGHTINGS = 8
 class PriceList:
     """Seconds of a call by its rows; at 0 those of a plain token, one call ahead.
 
-    Empty until it is measured. path: where it is kept; None keeps it in memory only.
+    Empty until it is measured. path: where it is kept; None keeps it in memory only. rounds:
+    seconds of a call for several texts, a row each, by their number, as batches have seen them.
     """
 
     path: Path | None = None
     seconds: dict[int, float] = field(default_factory=dict)
+    rounds: dict[int, float] = field(default_factory=dict)
     took_s: float = 0.0
     problem: str = ""  # why it could not be kept
 
@@ -80,15 +84,24 @@ class PriceList:
         """The list that `folder` holds for `key`, or an empty one that will be kept there."""
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         path = folder / f"{digest[:32]}.json"
-        return cls(path, _read(path))
+        return cls(path, *_read(path))
 
     def measure(self, timeline: Timeline, sampler: Sampler, tokens: Sequence[int]) -> None:
         """Time calls on an empty timeline of the model, after a few of `tokens`, and keep that."""
         begin = time.perf_counter()
         self.seconds = measure(timeline, sampler, tokens)
         self.took_s = time.perf_counter() - begin
+        self._keep()
+
+    def remember(self, rounds: Mapping[int, float]) -> None:
+        """A batch has seen rounds take so long."""
+        if rounds:
+            self.rounds = {**self.rounds, **rounds}
+            self._keep()
+
+    def _keep(self) -> None:
         if self.path is not None:
-            self.problem = _write(self.path, self.seconds)
+            self.problem = _write(self.path, {**self.seconds, ROUNDS: self.rounds})
 
     def is_stale(self, plain: Mean, pos: int, *, runs_ahead: bool = True) -> bool:
         """Whether plain tokens take another time here than when the list was measured. One that
@@ -106,15 +119,25 @@ class PriceList:
         return f"measured what calls of {took}{kept}"
 
 
-def _read(path: Path) -> dict[int, float]:
-    """A file that is missing, torn or nonsense counts as none: it is written anew."""
+def _read(path: Path) -> tuple[dict[int, float], dict[int, float]]:
+    """Seconds of calls and of rounds. A file that is missing, torn or nonsense counts as none: it
+    is written anew."""
     try:
-        pairs = json.loads(path.read_text(encoding="utf-8")).items()
-        seconds = {int(rows): float(value) for rows, value in pairs}
+        known = json.loads(path.read_text(encoding="utf-8"))
+        rounds = _numbers(known.pop(ROUNDS, {}))
+        seconds = _numbers(known)
     except (OSError, ValueError, TypeError, AttributeError):
-        return {}
-    usable = all(rows >= 0 and 0 < s < math.inf for rows, s in seconds.items())
-    return seconds if usable and {0, 1} <= seconds.keys() and is_sound(seconds) else {}
+        return {}, {}
+    is_whole = {0, 1} <= seconds.keys() and is_sound(seconds)
+    return seconds if is_whole else {}, rounds
+
+
+def _numbers(known: Mapping[str, Any]) -> dict[int, float]:
+    """ValueError for what is no list of times."""
+    found = {int(count): float(seconds) for count, seconds in known.items()}
+    if not all(count >= 0 and 0 < s < math.inf for count, s in found.items()):
+        raise ValueError("no times")
+    return found
 
 
 def is_sound(seconds: Mapping[int, float]) -> bool:
@@ -127,12 +150,12 @@ def is_sound(seconds: Mapping[int, float]) -> bool:
     return True
 
 
-def _write(path: Path, seconds: Mapping[int, float]) -> str:
+def _write(path: Path, known: Mapping[Any, Any]) -> str:
     """Whole or not at all; returns why it could not be, and then the next run measures again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as temporary:
-            temporary.write_text(json.dumps(seconds), encoding="utf-8")
+            temporary.write_text(json.dumps(known), encoding="utf-8")
     except OSError as error:
         return str(error)
     return ""
@@ -353,10 +376,11 @@ def _extended(prices: dict[int, float]) -> dict[int, float]:
 
 def _line(known: Mapping[int, float]) -> list[float]:
     """The values for 1, 2, ... MAX_BLOCK_TOKENS rows, on straight lines between the known ones."""
-    return [_between(known, rows) for rows in range(1, MAX_BLOCK_TOKENS + 1)]
+    return [between(known, rows) for rows in range(1, MAX_BLOCK_TOKENS + 1)]
 
 
-def _between(known: Mapping[int, float], rows: int) -> float:
+def between(known: Mapping[int, float], rows: int) -> float:
+    """The value for so many rows, on a straight line between the two known ones next to it."""
     sizes = sorted(known)
     at = min(max(bisect_left(sizes, rows), 1), len(sizes) - 1)
     low, high = sizes[at - 1], sizes[at]

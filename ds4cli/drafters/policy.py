@@ -48,7 +48,7 @@ HARDLY = 0.002
 MAX_OPEN = 8
 # Confidences are told apart by their bit length, up to this.
 MOST_BITS = 6
-# Tokens without guesses that pay after which only every other one is asked about.
+# Tokens without guesses that pay after which not every one is asked about any more.
 IDLE = 16
 # With `reproducible`: guesses a block, and what a drafter that says how sure it is must say.
 RULE_GUESSES, RULE_CONFIDENCE = 4, 4
@@ -113,12 +113,21 @@ class DraftPolicy:
 
         Called in place of `draft` where the last of `tokens` is being read by a call of its own.
         """
-        self._asks += 1
-        if self._idle >= IDLE and self._asks % 2:
+        if not self.looks(2):
             return False
         wanted = self.choose(drafter, tokens, room, region) is not None
-        self._idle = 0 if wanted else self._idle + 1
+        self.saw(wanted)
         return wanted
+
+    def looks(self, every: int) -> bool:
+        """Whether to look for guesses at this token of a run ahead: while none has paid for long,
+        at every other one or so. Tell `saw` what came of it."""
+        self._asks += 1
+        return self._idle < IDLE or self._asks % every == 0
+
+    def saw(self, wanted: bool) -> None:
+        """Whether guesses were there that pay."""
+        self._idle = 0 if wanted else self._idle + 1
 
     def offer(
         self, drafter: Drafter, tokens: Sequence[int], room: int, region: str = "prose"

@@ -20,6 +20,10 @@ FIRST_GUESSES = 1
 # How much a round still counts after the next one, and what is known of a price after a round in
 # which nothing was fed for it: it is tried again some time.
 DECAY, FORGET = 0.97, 0.995
+# Numbers of lanes whose rounds are taken to cost alike, by how many times one is the other.
+NEAR = 1.5
+# Rounds that a price is made of which is remembered.
+ENOUGH_ROUNDS = 8
 # Expected gain, as a share of a plain round, below which guesses are left out.
 WORTHWHILE = 0.02
 # A lane that runs ahead misses a call when it stops to feed guesses: they must be worth more.
@@ -39,9 +43,17 @@ class RoundCosts:
         self._sums = [0.0] * 5  # of rows^2, rows * lengths, lengths^2, rows * over, lengths * over
 
     def plain(self, lanes: int) -> float:
-        """Seconds of a round of one row a lane; 0 while none was timed."""
+        """Seconds of a round of one row a lane, as with the next number of lanes that was timed; 0
+        while none was that is near."""
         known = self._plain.get(lanes)
+        if known is None:
+            near = [n for n in self._plain if lanes <= NEAR * n and n <= NEAR * lanes]
+            known = self._plain.get(min(near, key=lambda n: abs(n - lanes), default=0))
         return 0.0 if known is None else known.value
+
+    def timed(self) -> dict[int, float]:
+        """Seconds of a round of one row a lane, by lanes, where enough of them were timed."""
+        return {n: mean.value for n, mean in self._plain.items() if mean.weight >= ENOUGH_ROUNDS}
 
     def observe(self, lanes: int, rows: int, lengths: int, seconds: float) -> None:
         """A round took so long."""

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 # Rounds between two looks at whether it pays to ask who takes time, while it does not.
 PAUSE = 8
+# Tokens of a lane of which one is looked at for guesses that are there, where none were for long:
+# looking, for each of many lanes, is a part of a round that counts.
+LOOK_EVERY = 4
 
 
 class _Turn:
@@ -104,6 +107,10 @@ class Guesses:
         """More is done in this round than a call: it says nothing of what rounds cost."""
         self._round = None
 
+    def timed(self) -> dict[int, float]:
+        """What calls of one row a lane take, in seconds by lanes, where enough were seen."""
+        return self._costs.timed()
+
     @property
     def _plain(self) -> float:
         """Seconds of a round of one row a lane; 0 while that is not known."""
@@ -167,8 +174,12 @@ class Guesses:
             return False
         if self._is_asking and session.hope(left) is not None:
             return True
+        if not session.policy.looks(LOOK_EVERY):
+            return False
         _, chances = session.offer(token, left)
-        return is_worth_stopping(self._costs, len(self._lanes), chances)
+        wanted = is_worth_stopping(self._costs, len(self._lanes), chances)
+        session.policy.saw(wanted)
+        return wanted
 
     # -- who takes time ---------------------------------------------------------------------------
 
@@ -191,8 +202,9 @@ class Guesses:
         for name, asker in self._askers.items():
             asker.asking.length *= name in kinds
         for turns in kinds.values():
-            asking, hopes = self._asker(turns[0].part).asking, [turn.hopes for turn in turns]
-            asking.plan(self._costs, len(self._lanes), hopes, self._unplanned)
+            asker, hopes = self._asker(turns[0].part), [turn.hopes for turn in turns]
+            new = asker.new(turns)
+            asker.asking.plan(self._costs, len(self._lanes), hopes, new, self._unplanned)
         self._unplanned = 0
 
     def _choose_whom_to_ask(self, turns: Sequence[_Turn]) -> None:
@@ -206,7 +218,8 @@ class Guesses:
                 continue
             free = [turn.chances for turn in turns if turn not in own]
             hopes = [turn.hopes for turn in own]
-            n = asker.asking.guesses(self._costs, len(self._lanes), hopes, free)
+            new = asker.new(own)
+            n = asker.asking.guesses(self._costs, len(self._lanes), hopes, new, free)
             for turn in own:
                 turn.asked = min(n, len(turn.hopes))
 
@@ -223,11 +236,9 @@ class Guesses:
             kinds.setdefault(turn.part.name, []).append(turn)
         for own in kinds.values():
             asker, began = self._asker(own[0].part), self._clock()
-            is_known = asker.meet(own)
-            n = max(turn.asked for turn in own)
+            new, n = asker.meet(own), max(turn.asked for turn in own)
             asker.ask(own, n)
-            if is_known:
-                asker.asking.observe(len(own), n, self._clock() - began)
+            asker.asking.observe(len(own), n, self._clock() - began, new)
         took = self._clock() - begin
         self._asked_s += took
         return took
@@ -249,11 +260,15 @@ class _Asker:
         self.together = Together()
         self._warn(f"`{name}` guesses for one line after the other: {error}")
 
-    def meet(self, turns: Sequence[_Turn]) -> bool:
-        """Whether all were asked before: the first time, a part reads its prompt."""
-        known = all(turn.part in self._met for turn in turns)
+    def new(self, turns: Sequence[_Turn]) -> int:
+        """How many were never asked: a part then reads its prompt."""
+        return sum(turn.part not in self._met for turn in turns)
+
+    def meet(self, turns: Sequence[_Turn]) -> int:
+        """They are asked now. Returns how many never were."""
+        new = self.new(turns)
         self._met.update(turn.part for turn in turns)
-        return known
+        return new
 
     def ask(self, turns: Sequence[_Turn], n: int) -> None:
         """At most n guesses of each. Where not all can be asked at once, one after the other."""
