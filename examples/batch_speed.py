@@ -1,10 +1,14 @@
 """Tokens a second of several texts written at a time, beside mlx_lm's own batches.
 
 python examples/batch_speed.py MODEL [--lanes N ...] [--prompt TOKENS] [--shared TOKENS]
+python examples/batch_speed.py MODEL --shared 600 --prompt 40 --tokens 32 --lanes 8
+python examples/batch_speed.py MODEL --drafts [--copy] [--drafter NAME] [--lanes N ...]
 
 Each row is so many prompts of unlike lengths, read and answered to their end, by sessions that are
-stepped together and by `mlx_lm.batch_generate` on the same weights, in turns in one process. The
-last two columns count the texts that are what each of the two says to that prompt alone.
+stepped together and by `mlx_lm.batch_generate` on the same weights, in turns in one process. With
+`--drafts` it is sessions with guesses and the same without, and only the writing is timed; with
+`--copy` every prompt is to repeat a passage. The last two columns count the texts that are what
+each of the two says to that prompt alone.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ds4cli import Engine
 
@@ -24,12 +28,18 @@ from mlx_lm.generate import generate_step
 
 from ds4cli.bench.corpus import Corpus
 from ds4cli.bench.reference import stock
+from ds4cli.drafters.drafter import Drafter
 from ds4cli.engine.group import Group
+from ds4cli.engine.session import Session
 from ds4cli.rewind.timeline import Limits
 from ds4cli.settings import MAX_BLOCK_TOKENS
 from ds4cli.tokens import common_prefix
 
 Texts = list[list[int]]
+STORY = (
+    "the small brown fox walks over the old bridge and looks at the green river near the village "
+    "while two white boats carry bread and apples to the market behind the tall grey tower"
+)
 
 
 def prompts(engine: Engine, n: int, own: int, shared: int, seed: int) -> Texts:
@@ -40,20 +50,41 @@ def prompts(engine: Engine, n: int, own: int, shared: int, seed: int) -> Texts:
     return [common + text.take(size, at=draw.randrange(10**6)) for size in sizes]
 
 
-class Ours:
-    """One session reads, branches of it write, as in `ds4cli generate --batch`."""
+def copies(engine: Engine, n: int, own: int, seed: int) -> Texts:
+    """n prompts that ask for half to one and a half times `own` tokens of plain words again."""
+    words, draw, found = STORY.split(), random.Random(seed), []
+    for _ in range(n):
+        size, passage = draw.randint(max(1, own // 2), own * 3 // 2), ""
+        while len(engine.encode(passage)) < size:
+            passage = f"{passage} {draw.choice(words)}".strip()
+        said = f"Repeat this text: {passage}"
+        is_chat = engine.tokenizer.has_chat_template
+        message = {"role": "user", "content": said}
+        found.append(engine.render([message]) if is_chat else engine.encode(said))
+    return found
 
-    def __init__(self, engine: Engine):
-        self.engine = engine
-        self._group = Group(engine, print)
+
+class Ours:
+    """One session reads, branches of it write, as in `ds4cli generate --batch`. group: what steps
+    them; guesses: whether there are any."""
+
+    def __init__(self, group: Group, engine: Engine, guesses: bool = True):
+        self.engine, self._group, self._guesses = engine, group, guesses
+        self.seconds = 0.0  # of writing, in the last run
+
+    def _session(self) -> Session:
+        session = self.engine.session()
+        if not self._guesses:
+            session.drafter = Drafter()
+        return session
 
     def alone(self, prompt: Sequence[int], tokens: int) -> list[int]:
-        session = self.engine.session()
+        session = self._session()
         session.sync(prompt)
         return [t for event in session.stream(max_tokens=tokens, stop=[]) for t in event.tokens]
 
     def together(self, prompts: Texts, tokens: int) -> Texts:
-        reader, group = self.engine.session(), self._group
+        reader, group = self._session(), self._group
         few = Limits(MAX_BLOCK_TOKENS, reader.limits.budget_bytes, reader.limits.chunk_tokens)
         common = min(common_prefix(prompts[0], prompt[:-1]) for prompt in prompts)
         reader.sync(prompts[0][:common])
@@ -62,7 +93,7 @@ class Ours:
             session.recording = False  # nothing goes back here
         group.read(sessions, prompts)
         lanes = [group.join(session, max_tokens=tokens, stop=[]) for session in sessions]
-        found = {lane: [] for lane in lanes}
+        found, begin = {lane: [] for lane in lanes}, time.perf_counter()
         try:
             while group.lanes:
                 group.call()
@@ -71,11 +102,14 @@ class Ours:
         finally:
             for lane in lanes:
                 group.leave(lane)
+        self.seconds = time.perf_counter() - begin
         return [found[lane] for lane in lanes]
 
 
 class Theirs:
     """mlx_lm with the same weights, in its own classes."""
+
+    seconds = 0.0
 
     def __init__(self, engine: Engine):
         self._model, self._tokenizer = stock(engine.model), engine.tokenizer
@@ -96,26 +130,30 @@ class Theirs:
         return done.token_ids
 
 
-def timed(work: Callable[[Texts, int], Texts], prompts: Texts, tokens: int) -> tuple[float, Texts]:
+def timed(side: Ours | Theirs, prompts: Texts, given: argparse.Namespace) -> tuple[float, Texts]:
     """Tokens a second, and the texts; 0 and none where it fails."""
     mx.clear_cache()
     begin = time.perf_counter()
     try:
-        texts = work(prompts, tokens)
+        texts = side.together(prompts, given.tokens)
     except Exception as error:
-        print(f"{work.__self__.__class__.__name__}: {type(error).__name__}: {error}"[:200])
+        print(f"{type(side).__name__}: {type(error).__name__}: {error}"[:200])
         return 0.0, []
-    return sum(map(len, texts)) / (time.perf_counter() - begin), texts
+    took = side.seconds if given.drafts else time.perf_counter() - begin
+    return sum(map(len, texts)) / took, texts
 
 
 def row(sides: dict, lanes: int, given: argparse.Namespace, engine: Engine) -> str:
     """One line of the table."""
-    asked = prompts(engine, lanes, given.prompt, given.shared, seed=lanes)
+    if given.copy:
+        asked = copies(engine, lanes, given.prompt, seed=lanes)
+    else:
+        asked = prompts(engine, lanes, given.prompt, given.shared, seed=lanes)
     rates: dict[str, list[float]] = {name: [] for name in sides}
     same = {}
     for turn in range(given.repeats + 1):
         for name, side in sides.items():
-            rate, texts = timed(side.together, asked, given.tokens)
+            rate, texts = timed(side, asked, given)
             if turn:
                 rates[name].append(rate)
             elif not given.fast:
@@ -140,14 +178,22 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--repeats", type=int, default=3, help="turns, after one that warms up")
     parser.add_argument("--dtype", default="auto", help="weights in memory, see ds4cli")
-    parser.add_argument("--drafter", default="none", help="where guesses come from, see ds4cli")
+    parser.add_argument("--drafts", action="store_true", help="with guesses, and without")
+    parser.add_argument("--copy", action="store_true", help="prompts that ask for a text again")
+    parser.add_argument("--drafter", help="where guesses come from, see ds4cli")
     parser.add_argument("--fast", action="store_true", help="compare no text with one alone")
     given = parser.parse_args()
-    engine = Engine.load(given.model, dtype=given.dtype, drafter=given.drafter)
+    drafter = given.drafter or ("ngram" if given.drafts else "none")
+    engine = Engine.load(given.model, dtype=given.dtype, drafter=drafter)
     engine.stop_ids = set()  # all texts are of one length
     engine.tokenizer.eos_token_ids = set()
-    sides = {"ds4cli": Ours(engine), "mlx_lm": Theirs(engine)}
-    print("lanes   ds4cli   mlx_lm ratio   ds4cli    mlx_lm")
+    group = Group(engine, print)
+    if given.drafts:
+        sides = {drafter: Ours(group, engine), "none": Ours(group, engine, guesses=False)}
+    else:
+        sides = {"ds4cli": Ours(group, engine), "mlx_lm": Theirs(engine)}
+    one, other = sides
+    print(f"lanes{one:>9}{other:>9} ratio {one:>8} {other:>9}")
     print("         tok/s    tok/s         as alone  as alone")
     for lanes in given.lanes:
         print(row(sides, lanes, given, engine), flush=True)
