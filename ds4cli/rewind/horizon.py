@@ -231,8 +231,7 @@ class Horizon:
         )
         start = self.segments[first].start
         tapes = [s.tape for s in self.segments[first:] if s.start < pos and s.tape is not None]
-        tape = tapes[0] if len(tapes) == 1 else Tape.concat(tapes) if tapes else None
-        return self.segments[first].checkpoint, tape, pos - start
+        return self.segments[first].checkpoint, Tape.along(tapes, pos - start), pos - start
 
     def clear(self) -> None:
         self.segments, self.start_row = [], None

@@ -93,6 +93,8 @@ class Tape:
 
     def _cut(self, start: int, stop: int) -> Tape:
         assert 0 <= start <= stop <= self.rows, (start, stop, self.rows)
+        if stop - start == self.rows:
+            return self
         return Tape([[_cut(tracks, start, stop) for tracks in slots] for slots in self._layers])
 
     @staticmethod
@@ -103,6 +105,22 @@ class Tape:
             whole.rows, whole._find = sum(t.rows for t in tapes), lambda: _concatenated(tapes)
             return whole
         return Tape(_concatenated(tapes))
+
+    @staticmethod
+    def along(tapes: Sequence[Tape], rows: int) -> Tape | None:
+        """A tape of the first `rows` rows of consecutive ones, the last of which has some of them,
+        to be replayed. Nothing is joined."""
+        if len(tapes) < 2:
+            return tapes[0] if tapes else None
+        *whole, last = tapes
+        parts = [t._layers for t in (*whole, last.first(rows - sum(t.rows for t in whole)))]
+        tape = Tape()
+        tape.rows = rows
+        tape._known = [
+            [[*chain.from_iterable(tracks)] for tracks in zip(*slots, strict=True)]
+            for slots in zip(*parts, strict=True)
+        ]
+        return tape
 
     @property
     def layers(self) -> int:
@@ -124,7 +142,8 @@ class Tape:
         """
         assert 0 < rows <= self.rows, (rows, self.rows)
         out: Slots = [[None] * len(tracks) for tracks in self._layers]
-        gathered = [[_gathered(tracks, rows) for tracks in slots] for slots in self._layers]
+        cut = rows < self.rows
+        gathered = [[_gathered(tracks, rows, cut) for tracks in slots] for slots in self._layers]
         for places in _groups(gathered, starts):
             tracks = [gathered[i][j] for i, j in places]
             slots = [starts[i][j] for i, j in places]
@@ -184,9 +203,11 @@ def _joined(tracks: Sequence[Track]) -> Track:
     return tracks[0] if len(tracks) == 1 else tracks[0].join(tracks)
 
 
-def _gathered(tracks: Sequence[Track], rows: int) -> Track:
-    """One track to replay the first `rows` rows of."""
-    return tracks[0] if len(tracks) == 1 else tracks[0].gather(_cut(tracks, 0, rows))
+def _gathered(tracks: Sequence[Track], rows: int, cut: bool) -> Track:
+    """One track to replay the first `rows` rows of; cut: there are more."""
+    if len(tracks) == 1:
+        return tracks[0]
+    return tracks[0].gather(_cut(tracks, 0, rows) if cut else tracks, rows)
 
 
 def _cut(tracks: Sequence[Track], start: int, stop: int) -> list[Track]:

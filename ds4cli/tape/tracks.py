@@ -91,8 +91,9 @@ class Track:
         return replace(tracks[0], data=data, viewed_bytes=0)
 
     @classmethod
-    def gather(cls, tracks: Sequence[Self]) -> Track:
-        """Consecutive tracks of one slot as one that is replayed to its last row, and no more."""
+    def gather(cls, tracks: Sequence[Self], rows: int) -> Track:
+        """Consecutive tracks of one slot, with so many rows, as one that is replayed to its last
+        row, and no more."""
         return cls.join(tracks)
 
     def key(self, start: mx.array | None) -> Hashable:
@@ -191,12 +192,16 @@ class Tail(Track):
         return super().join(cls.needed(tracks))
 
     @classmethod
-    def gather(cls, tracks: Sequence[Self]) -> Track:
+    def gather(cls, tracks: Sequence[Self], rows: int) -> Track:
         """Only the last `keep` rows count: often the newest array alone has them."""
-        last, rows = tracks[-1], sum([t.rows for t in tracks])
-        if rows < last.keep or last.data[0].shape[1] < last.keep:
-            return cls.join(tracks)
-        return replace(last, lead=last.data[0].shape[1] - rows)
+        last, first = tracks[-1], len(tracks) - 1
+        if last.data[0].shape[1] >= last.keep <= rows:
+            return replace(last, lead=last.data[0].shape[1] - rows)
+        held = last.rows
+        while held < last.keep and first:
+            first -= 1
+            held += tracks[first].rows
+        return replace(cls.join(tracks[first:]), lead=held - rows)
 
     def _rows(self, start: int, stop: int) -> mx.array:
         """Rows start .. stop; -lead .. 0 are the history."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import chain
 
 import mlx.core as mx
 
@@ -65,22 +66,57 @@ _DELTA = """
   }
 """
 
-# The same state, without outputs, from rows that stand in many short arrays.
+# The same state, without outputs, from rows that stand in many short arrays. A block has lines of
+# one head: all that they need of TILE rows goes into shared memory at once, so that a row waits for
+# no other row's loads.
 _DELTA_PIECES = """
-  for (int p = 0; p < PIECES; ++p) {
-    for (int t = 0; t < counts[p]; ++t) {
-      const long long kq = ((long long)t * G + group) * WIDTH + lane * N;
+  constexpr int N = WIDTH / LANES, LINES = THREADS / LANES, GATES = CHANNELS ? WIDTH : 1;
+  constexpr int BLOCKS = (D + LINES - 1) / LINES;  // of a head
+  __shared__ int starts[PIECES + 1];
+  __shared__ float ks[TILE][WIDTH], vs[TILE][LINES], gs[TILE][GATES], betas[TILE];
+  const int lane = threadIdx.x % LANES, own = threadIdx.x / LANES;
+  const int h = blockIdx.x / BLOCKS, first = blockIdx.x % BLOCKS * LINES, group = h / (H / G);
+  const int wanted = first + own, d = wanted < D ? wanted : D - 1;  // no thread leaves the shuffles
+  const long long at = ((long long)h * D + d) * WIDTH + lane * N;
+  auto total = [](float x) {
+    for (int o = LANES / 2; o; o >>= 1) x += __shfl_xor_sync(0xffffffffu, x, o);
+    return x;
+  };
+  float s[N];
+  for (int i = 0; i < N; ++i) s[i] = number(state_in[at + i]);
+  if (threadIdx.x == 0)
+    for (int i = 0, row = 0; i <= PIECES; row += i < PIECES ? counts[i] : 0, ++i) starts[i] = row;
+  __syncthreads();
+  const int rows = starts[PIECES];
+  for (int begin = 0; begin < rows; begin += TILE) {
+    const int tile = rows - begin < TILE ? rows - begin : TILE;
+    for (int r = threadIdx.x / 32; r < tile; r += THREADS / 32) {  // a warp for each row
+      int p = 0;
+      for (int size = PIECES / 2; size; size /= 2) if (starts[p + size] <= begin + r) p += size;
+      const long long t = begin + r - starts[p];
+      for (int i = threadIdx.x % 32; i < WIDTH; i += 32)
+        ks[r][i] = number(k[p][(t * G + group) * WIDTH + i]);
+      for (int i = threadIdx.x % 32; i < LINES; i += 32)
+        vs[r][i] = number(v[p][(t * H + h) * D + (first + i < D ? first + i : D - 1)]);
+      for (int i = threadIdx.x % 32; i < GATES; i += 32)
+        gs[r][i] = number(g[p][(t * H + h) * GATES + i]);
+      if (threadIdx.x % 32 == 0) betas[r] = number(beta[p][t * H + h]);
+    }
+    __syncthreads();
+    for (int r = 0; r < tile; ++r) {
       float kt[N], known = 0.f;
       for (int i = 0; i < N; ++i) {
-        kt[i] = number(k[p][kq + i]);
-        s[i] *= number(g[p][CHANNELS ? ((long long)t * H + h) * WIDTH + lane * N + i : t * H + h]);
+        kt[i] = ks[r][lane * N + i];
+        s[i] *= gs[r][CHANNELS ? lane * N + i : 0];
         known += s[i] * kt[i];
       }
-      const float vt = number(v[p][((long long)t * H + h) * D + d]);
-      const float update = (vt - total(known)) * number(beta[p][t * H + h]);
+      const float update = (vs[r][own] - total(known)) * betas[r];
       for (int i = 0; i < N; ++i) s[i] += kt[i] * update;
     }
+    __syncthreads();
   }
+  if (wanted < D)
+    for (int i = 0; i < N; ++i) put(state_out[at + i], s[i]);
 """
 
 # S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T,  y_t = S_t C_t + D x_t
@@ -136,6 +172,8 @@ _BODIES = {
 # Pieces of one launch of `gated_delta_state`: where there are fewer, the last is named again with
 # no rows. One number for all, so that MLX knows the CUDA graph of a replay from the one before.
 PIECES = 32
+# Rows that stand in shared memory at once, at most, and numbers of their keys and gates.
+TILE, TILE_NUMBERS = 32, 8192
 
 
 def fits(width: int) -> bool:
@@ -187,15 +225,15 @@ def _state_after(
     missing = PIECES - len(pieces)
     counts = [piece[0].shape[1] for piece in pieces] + [0] * missing
     columns = zip(*pieces, *[pieces[-1]] * missing, strict=True)
-    lines, dtypes = state.size // sizes[3], tuple(x.dtype for x in (*pieces[0], state))
+    dtypes = tuple(x.dtype for x in (*pieces[0], state))
     (after,) = mx.fast.precompiled_cuda_kernel(
         name="gated_delta_state",
         compiled_source=_compiled_pieces(sizes, dtypes),
-        inputs=[*(x for column in columns for x in column), state],
+        inputs=[*chain(*columns), state],
         output_shapes=[state.shape],
         output_dtypes=[mx.float32],
-        scalars=[*counts, lines],
-        grid=(-(-lines * LANES // THREADS) * THREADS, 1, 1),
+        scalars=counts,
+        grid=(sizes[0] * -(-sizes[2] // (THREADS // LANES)) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         ensure_row_contiguous=True,
     )
@@ -206,16 +244,20 @@ def _state_after(
 def _compiled_pieces(sizes: tuple[int, ...], dtypes: tuple[mx.Dtype, ...]) -> bytes:
     """The kernel of `gated_delta_state` for these sizes and types (k, v, g, beta, state)."""
     *types, state = (compiler.TYPES[t] for t in dtypes)
-    inputs, head = [], ""
-    for kind, name in zip(types, ("k", "v", "g", "beta"), strict=True):
+    width = sizes[3] * (1 + sizes[4])
+    tile = min(TILE, TILE_NUMBERS // width)
+    known = {"PIECES": PIECES, "TILE": tile, "THREADS": THREADS}
+    body = _constants((*sizes, LANES))
+    body += "".join(f"constexpr int {n} = {x}; " for n, x in known.items())
+    inputs = []
+    for warp, (kind, name) in enumerate(zip(types, ("k", "v", "g", "beta"), strict=True)):
         names = [f"{name}{i}" for i in range(PIECES)]
         inputs += [f"{kind} {n}" for n in names]
-        head += f"const {kind}* const {name}[] = {{{', '.join(names)}}};"
+        body += f"__shared__ const {kind}* {name}[PIECES]; if (threadIdx.x == {32 * warp}) {{"
+        body += "".join(f"{name}[{i}] = {n};" for i, n in enumerate(names)) + "}"
     counts = [f"count{i}" for i in range(PIECES)]
-    head += f"const int counts[] = {{{', '.join(counts)}}};"
-    body = _constants((*sizes, LANES)) + f"constexpr int PIECES = {PIECES}, T = 0;"
-    body += head + _LINE + _DELTA_PIECES + _END
-    arguments = [*inputs, f"{state} state_in"], ["float state_out"], (*counts, "lines")
+    body += f"const int counts[] = {{{', '.join(counts)}}};" + _DELTA_PIECES
+    arguments = [*inputs, f"{state} state_in"], ["float state_out"], counts
     return compiler.kernel("gated_delta_state", *arguments, body)
 
 

@@ -57,7 +57,7 @@ class DeltaRows(Track):
         return replace(super().join(tracks), states=tuple(states))
 
     @classmethod
-    def gather(cls, tracks: Sequence[Self]) -> Track:
+    def gather(cls, tracks: Sequence[Self], rows: int) -> Track:
         first = tracks[0].data
         if not delta.runs_alone(first[0].shape[-1]) or any([t.states for t in tracks]):
             return cls.join(tracks)
