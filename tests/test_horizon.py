@@ -255,10 +255,11 @@ def test_one_checkpoint_serves_a_run_of_rows(monkeypatch):
     starts = [s.start for s in fed.horizon.segments if s.checkpoint is not None]
     assert starts == [*range(0, 193, room.DENSE_SPACING), 199]
     monkeypatch.setattr(room, "DENSE_CHECKPOINTS", 10**9)
-    fed = Fed(40).singles(200)
-    assert fed.horizon.room.spacing == 40
-    starts = [s.start for s in fed.horizon.segments if s.checkpoint is not None]
-    assert starts == [160, 199]
+    for limit, spacing, kept in ((30, 30, [150, 180, 199]), (70, 32, [128, 160, 192, 199])):
+        fed = Fed(limit).singles(200)
+        assert fed.horizon.room.spacing == spacing
+        assert [s.start for s in fed.horizon.segments if s.checkpoint is not None] == kept
+        fed.check()
 
 
 def test_a_second_checkpoint_does_not_push_rows_out(monkeypatch):

@@ -26,15 +26,29 @@ def test_many_checkpoints_only_where_they_are_cheap():
     assert rooms(0, sizes=Sizes()).is_dense
 
 
-def test_a_second_checkpoint_only_where_it_takes_no_row(monkeypatch):
-    """It took the room of all rows before it."""
+@pytest.mark.parametrize(("spacing", "wider"), [(32, 64), (64, 128), (128, 500), (500, None)])
+@pytest.mark.parametrize("page", [1, PAGE])
+def test_more_checkpoints_only_where_they_take_no_row(monkeypatch, spacing, wider, page):
+    """They took the room of rows that were promised; too few, and a way back replays them all."""
     monkeypatch.setattr(room, "DENSE_CHECKPOINTS", 10**9)
-    two = 2 * (64 + 32) + (2 * 500 + 32) * 96
-    assert rooms(two, limit=500).spacing == 500
-    assert rooms(two - 1, limit=500).spacing is None
-    pages = 3 * 32 * 2 * PAGE  # of the rows that are not in a run yet
-    assert rooms(two + pages, limit=500, page=PAGE).spacing == 500
-    assert rooms(two + pages - 1, limit=500, page=PAGE).spacing is None
+    monkeypatch.setattr(room, "RUN_ROWS", (32,))
+    sizes = SIZES._replace(state=10**6)
+    pages = 3 * 32 * 2 * PAGE if page > 1 else 0  # of the rows that are not in a run yet
+    states = (1 + 500 // spacing) * (10**6 + 32)
+    needed = states + (500 + spacing + 32) * 96 + pages
+    found = rooms(needed, limit=500, sizes=sizes, page=page)
+    assert found.spacing == spacing
+    assert found.free_rows == 500 or spacing == 500, "checkpoints have the rest"
+    assert rooms(needed - 1, limit=500, sizes=sizes, page=page).spacing == wider
+
+
+def test_runs_are_as_long_as_leaves_room_for_close_checkpoints(monkeypatch):
+    """Histories of rows that are not in a run yet took the room of three checkpoints."""
+    monkeypatch.setattr(room, "DENSE_CHECKPOINTS", 10**9)
+    sizes = SIZES._replace(history=1000)
+    close = (1 + 500 // 32) * 96 + (500 + 32 + 16) * 96 + 16 * 1000
+    found = rooms(close, limit=500, sizes=sizes)
+    assert (found.spacing, found.run_rows) == (32, 16)
 
 
 @pytest.mark.parametrize(

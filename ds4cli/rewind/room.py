@@ -21,6 +21,9 @@ MAX_ARRAYS = 250_000
 # Rows between checkpoints where many fit the budget: so many in a quarter of it.
 DENSE_SPACING = 32
 DENSE_CHECKPOINTS = 8
+# Elsewhere as close as there is room for beside the whole horizon: what going back takes grows with
+# the rows to replay.
+SPACINGS = (32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class Room:
         kinds = [_Kept(sizes, logits, pages, n, linked, dense) for n in RUN_ROWS]
         rooms = [kind.room(limit, budget) for kind in kinds]
         most = max(min(room.free_rows, limit) for room in rooms)
-        return next(room for room in rooms if CLEARLY * room.free_rows >= most)
+        rooms = [room for room in rooms if CLEARLY * room.free_rows >= most]
+        return min(rooms, key=lambda room: room.spacing or limit + 1)  # of equals the longest runs
 
 
 class _Kept(NamedTuple):
@@ -73,13 +77,22 @@ class _Kept(NamedTuple):
     dense: bool
 
     def room(self, limit: int, budget: int) -> Room:
-        two_fit = self.bytes_of(2 * limit + self.run) + self._fixed <= budget
-        spacing = DENSE_SPACING if self.dense else limit if two_fit else None
+        spacing = DENSE_SPACING if self.dense else self._spacing(limit, budget)
         arrays = 1 + self.sizes.row_arrays + self.sizes.state_arrays
         copied = max(0, MAX_ARRAYS - self._loose * arrays) // arrays * self.run
         rows = min(self.rows_in(budget), self._loose + copied) - (self.run - 1)
+        if not self.dense and spacing in SPACINGS:  # checkpoints have the rest
+            rows = min(rows, limit)
         free, most, state = max(0, rows), MAX_ARRAYS // arrays, self.sizes.state
         return Room(free, self.run, spacing, self.dense, self.linked, most, state)
+
+    def _spacing(self, limit: int, budget: int) -> int | None:
+        """Rows from one checkpoint to the next; the oldest leaves when the second is old enough."""
+        for spacing in (*(n for n in SPACINGS if n < limit), limit):
+            more = limit // spacing * (self.sizes.state + self.logits)
+            if self.bytes_of(limit + spacing + self.run) + more <= budget:
+                return spacing
+        return None
 
     @property
     def _loose(self) -> int:
