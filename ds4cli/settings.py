@@ -284,7 +284,13 @@ class Settings:
         256, int, REWIND, "Last tokens that are free to go back to.", **_at_least(0)
     )
     prefill_step_size: int = _setting(
-        512, int, REWIND, "Prompt tokens per model call.", **_at_least(1)
+        0,
+        int,
+        REWIND,
+        "Prompt tokens per model call; auto: 512, on CUDA 2,048.",
+        auto=True,
+        valid=lambda v: v >= 0,
+        wants="auto, or at least 1",
     )
     kv_bits: int | None = _setting(
         None, int, REWIND, "Quantise attention caches to this.", **_one_of(2, 4, 8)

@@ -3,7 +3,7 @@
 import pytest
 
 from ds4cli.rewind.checkpoints import Checkpoint
-from ds4cli.rewind.plan import Reach, RewindPlan, call_sizes, plan
+from ds4cli.rewind.plan import Reach, RewindPlan, call_sizes, plan, stepped_sizes
 
 
 def checkpoint(pos, kind="block", nbytes=10, logits="row"):
@@ -20,7 +20,7 @@ def reach(
 
 
 def planned(pos, where, chunk=512, last=512, **options):
-    return plan(pos, where, calls=lambda n: len(call_sizes(n, chunk, last)), **options)
+    return plan(pos, where, calls=lambda _, n: len(call_sizes(n, chunk, last)), **options)
 
 
 def test_inside_the_record_costs_no_call():
@@ -111,3 +111,23 @@ def test_call_sizes_add_up(n, chunk, last):
     assert sum(sizes) == n
     assert all(0 < size <= chunk for size in sizes)
     assert not sizes or sizes[-1] == min(n, chunk, last)
+
+
+@pytest.mark.parametrize("start", [0, 3, 8, 21])
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 15, 16, 17, 40, 63, 64, 200])
+@pytest.mark.parametrize(("chunk", "last"), [(32, 32), (32, 11), (35, 5), (8, 8), (3, 3)])
+def test_stepped_sizes_add_up(start, n, chunk, last):
+    """No token is fed twice or dropped, no call exceeds its limit, no call is empty."""
+    sizes = stepped_sizes(start, n, chunk, last, 8)
+    assert sum(sizes) == n
+    assert all(0 < size <= chunk for size in sizes)
+    assert not sizes or sizes[-1] <= last
+
+
+def test_long_feeds_go_in_whole_steps():
+    """Each prompt of another length met kernels that had to be planned anew."""
+    assert stepped_sizes(0, 100, 32, 32, 8) == [24, 32, 32, 12]
+    assert stepped_sizes(3, 100, 32, 32, 8) == [5, 16, 32, 32, 15]
+    assert stepped_sizes(0, 100, 32, 6, 8) == [32, 32, 32, 4], "fewer may be kept than a step"
+    assert stepped_sizes(0, 15, 32, 32, 8) == [15]
+    assert stepped_sizes(3, 17, 32, 32, 8) == [1, 16], "nothing between its ends"

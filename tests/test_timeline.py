@@ -4,6 +4,7 @@ import gc
 import random
 from dataclasses import replace
 from functools import lru_cache
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
@@ -12,6 +13,7 @@ from tiny import CFG, V, build
 
 from ds4cli.caches.build import adapt, build_caches
 from ds4cli.rewind import room
+from ds4cli.rewind import timeline as timeline_module
 from ds4cli.rewind.horizon import Horizon
 from ds4cli.rewind.timeline import Limits, Timeline
 from ds4cli.tape.recorder import Recorder
@@ -694,3 +696,26 @@ def test_the_sequences_that_broke_other_tools(name):
     sources = drive(name, FIXED, seed=1)
     far = "trim" if timeline(name).can_cut else "frontier"
     assert sources == {"live", "block", "horizon", far, "rebuild"}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_on_cuda_the_next_call_of_a_prompt_is_built_while_one_runs(name, monkeypatch):
+    """The card waited for the host at every call of a prompt, and each prompt's calls were of
+    lengths that nobody had met."""
+    waits, evaluate = [], Timeline.evaluate
+
+    def noted(self, *arrays, wait=True):
+        waits.append((len(self._now.open[-1].feed), wait))
+        evaluate(self, *arrays, wait=wait)
+
+    monkeypatch.setattr(Timeline, "evaluate", noted)
+    monkeypatch.setattr(timeline_module.attention, "CHUNK", 8)
+    t = timeline(name, chunk=16, horizon=8)
+    t.sync(prompt(45))
+    assert waits == [(13, True), (16, True), (16, True)]
+    waits.clear()
+    monkeypatch.setattr(timeline_module, "switch", SimpleNamespace(is_on=lambda: True))
+    t = timeline(name, chunk=16, horizon=8)
+    t.sync(prompt(45))
+    assert waits == [(16, False), (16, False), (13, True)]
+    check(t)

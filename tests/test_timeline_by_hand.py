@@ -536,7 +536,7 @@ def test_the_last_call_is_no_longer_than_what_is_kept_of_it():
     assert timeline(*HYBRID, horizon=4, chunk=16)._last_call_tokens() == 16
     t = timeline(*HYBRID, horizon=64, budget=0, chunk=16)
     t.sync(text(3))
-    assert (t._last_call_tokens(), t._call_sizes(3)) == (1, [2, 1])
+    assert (t._last_call_tokens(), t._call_sizes(0, 3)) == (1, [2, 1])
     t = timeline("plain", horizon=0, chunk=64)
     t._now.layers.splits_long_calls = True
     assert t._last_call_tokens() == MAX_BLOCK_TOKENS == t.limits.slack_tokens

@@ -287,7 +287,7 @@ def depth(exam: Examiner) -> Iterator[Finding]:
     session = course.session
     exam.lab.decode(session, LENGTH)
     whole = session.tokens + exam.lab.text.take(ONWARD, at=exam.context)
-    chunk = exam.lab.engine.settings.prefill_step_size
+    chunk = exam.lab.engine.chunk_tokens
     rows = exam.reference.rows(whole, call_sizes(len(whole), chunk, chunk))
     end = session.pos
     dice = random.Random(exam.context)
@@ -422,10 +422,10 @@ CHECKS: dict[str, Callable[[Examiner], Iterator[Finding]]] = {
 def contexts(lab: Lab) -> list[int]:
     """Short, longer, longer than a prefill chunk and than any window of the model, as far as the
     model can read."""
-    settings = lab.engine.settings
+    engine = lab.engine
     windows = [window(cache) for cache in Reference(lab.engine.model).caches()]
-    long = max(settings.prefill_step_size, *windows) + settings.horizon_tokens + 64
-    room = (lab.engine.context_tokens or long + LENGTH + ONWARD) - LENGTH - ONWARD
+    long = max(engine.chunk_tokens, *windows) + engine.settings.horizon_tokens + 64
+    room = (engine.context_tokens or long + LENGTH + ONWARD) - LENGTH - ONWARD
     return sorted({min(n, room) for n in (16, 96, long)})
 
 

@@ -55,8 +55,11 @@ def _model(engine: Engine) -> dict[str, Any]:
         "recurrences": engine.capabilities.recurrences,
         "replay_refused": engine.refusal,
         "settings": {
-            name: getattr(settings, name)
-            for name in ("horizon_tokens", "rewind_mb", "prefill_step_size", "kv_bits", "dtype")
+            "prefill_step_size": engine.chunk_tokens,
+            **{
+                name: getattr(settings, name)
+                for name in ("horizon_tokens", "rewind_mb", "kv_bits", "dtype")
+            },
         },
     }
 

@@ -123,7 +123,7 @@ class LeadingTimeline(Timeline):
         return self._from_nothing(own)
 
     def _from_nothing(self, step: RewindPlan) -> RewindPlan:
-        forwards = len(self._call_sizes(step.pos))
+        forwards = len(self._call_sizes(0, step.pos))
         return replace(step, source="rebuild", base=0, checkpoint=None, forwards=forwards)
 
     def _move(self, step: RewindPlan) -> None:

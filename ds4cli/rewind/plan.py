@@ -72,17 +72,33 @@ def call_sizes(n: int, chunk: int, last: int) -> list[int]:
     if n <= 0:
         return []
     final = min(n, chunk, last)
-    body = n - final
-    sizes = [chunk] * (body // chunk)
-    return ([body % chunk] if body % chunk else []) + sizes + [final]
+    return [*_even(n - final, chunk), final]
+
+
+def stepped_sizes(start: int, n: int, chunk: int, last: int, step: int) -> list[int]:
+    """The same, from position `start` on, where calls whose rows and end are multiples of `step`
+    come again at no cost: all but the ends of a long feed go into such calls.
+    """
+    head, final = -start % step, (start + n) % step + step
+    if final > last:
+        final -= step
+    body, whole = n - head - final, chunk // step * step
+    if min(body, whole, final) <= 0 or final > last:
+        return call_sizes(n, min(chunk, 2 * step), last)
+    return [*_even(head, chunk), *_even(body, whole), final]
+
+
+def _even(n: int, chunk: int) -> list[int]:
+    """n tokens in calls of `chunk`, the remainder first."""
+    return ([n % chunk] if n % chunk else []) + [chunk] * (n // chunk)
 
 
 def plan(
-    pos: int, reach: Reach, *, calls: Callable[[int], int], needs_row: bool = True
+    pos: int, reach: Reach, *, calls: Callable[[int, int], int], needs_row: bool = True
 ) -> RewindPlan:
     """The cheapest way to `pos`: fewest tokens fed again, among equals the first listed below.
 
-    `calls` says how many model calls so many tokens take.
+    `calls` says how many model calls so many tokens take from a position on.
     `needs_row` False is for a caller that feeds on at once and does not read the logits at `pos`.
     """
     if pos == reach.pos and (pos in reach.rows or not needs_row or pos == 0):
@@ -92,7 +108,7 @@ def plan(
         return candidates[0]
     candidates += [*_from_checkpoints(pos, reach, needs_row), RewindPlan(pos, "rebuild", 0)]
     best = min(candidates, key=lambda c: c.replay)
-    return replace(best, forwards=calls(best.replay)) if best.replay else best
+    return replace(best, forwards=calls(best.base, best.replay)) if best.replay else best
 
 
 def _without_call(pos: int, reach: Reach, needs_row: bool) -> list[RewindPlan]:

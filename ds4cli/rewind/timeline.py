@@ -22,13 +22,14 @@ from ds4cli.backend import memory
 from ds4cli.caches.adapter import LayerAdapter
 from ds4cli.caches.build import build_caches
 from ds4cli.errors import StateError
+from ds4cli.hooks.cuda import attention, switch
 from ds4cli.hooks.last_row import LAST, Projections
 from ds4cli.hooks.taps import Taps
 from ds4cli.rewind import storage
 from ds4cli.rewind.checkpoints import Checkpoint, Checkpoints
 from ds4cli.rewind.horizon import Horizon, Segment
 from ds4cli.rewind.layers import Hold, Layers
-from ds4cli.rewind.plan import Reach, RewindPlan, RewindReport, call_sizes, plan
+from ds4cli.rewind.plan import Reach, RewindPlan, RewindReport, call_sizes, plan, stepped_sizes
 from ds4cli.rewind.room import Room
 from ds4cli.settings import MAX_BLOCK_TOKENS, Settings
 from ds4cli.tape.recorder import Recorder
@@ -529,7 +530,7 @@ class Timeline:
                 f"cannot rewind to position `{pos}`", f"positions 0 to {known} are known"
             )
         return plan(
-            pos, self.reach(), calls=lambda n: len(self._call_sizes(n)), needs_row=needs_row
+            pos, self.reach(), calls=lambda *feed: len(self._call_sizes(*feed)), needs_row=needs_row
         )
 
     def rewind(self, pos: int) -> RewindReport:
@@ -760,8 +761,11 @@ class Timeline:
     def _room(self) -> Room:
         return self.horizon.room_for(self._logits_row_bytes)
 
-    def _call_sizes(self, n: int) -> list[int]:
-        return call_sizes(n, self.limits.chunk_tokens, self._last_call_tokens())
+    def _call_sizes(self, start: int, n: int) -> list[int]:
+        most = self.limits.chunk_tokens, self._last_call_tokens()
+        if switch.is_on():
+            return stepped_sizes(start, n, *most, step=attention.CHUNK)
+        return call_sizes(n, *most)
 
     def _last_call_tokens(self) -> int:
         """How many rows the final call of a feed may keep tape and logits for."""
@@ -780,7 +784,7 @@ class Timeline:
         """Feed tokens in calls of at most one chunk. If these are the `last` tokens to feed, the
         final call becomes the last block, and the calls within the horizon keep what it needs."""
         done, horizon = 0, min(self.limits.horizon_tokens, self._room().free_rows)
-        sizes = self._call_sizes(len(tokens))
+        sizes = self._call_sizes(self.pos, len(tokens))
         for i, size in enumerate(sizes):
             if cancel():
                 return
@@ -788,19 +792,22 @@ class Timeline:
             done += size
             final = last and i == len(sizes) - 1
             near = last and len(tokens) - done < horizon
+            row_before = self.logits
             self._feed_chunk(chunk, final or near)
+            mx.eval(row_before)  # no more than the call just begun still runs
             if not final:
                 self.checkpoint("chunk")
             if progress is not None:
                 progress(done, len(tokens))
 
     def _feed_chunk(self, tokens: list[int], record: bool) -> None:
-        """One call of a feed: with its tape and all its rows, or with its last row only."""
+        """One call of a feed: with its tape and all its rows, or with its last row only. On CUDA
+        such an early call may still run when this returns, so that the next is built meanwhile."""
         inner_every = self._inner_every(len(tokens))
         with nullcontext() if record else self.last_rows():
             logits = self.feed(tokens, record=record or inner_every > 0, inner_every=inner_every)
         self._logits_row_bytes = logits.shape[-1] * logits.dtype.size
-        self.evaluate()
+        self.evaluate(wait=record or not switch.is_on())
         block = self._now.open[0]
         self.commit(len(tokens))
         if inner_every and block.tape is not None:

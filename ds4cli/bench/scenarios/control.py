@@ -86,8 +86,9 @@ class StockLoop:
         self._lab, self._model, self._last = lab, reference.model, tokens[-1]
         self._caches = reference.caches()
         # Read by our model: mlx-lm's loops over the rows of a recurrence take minutes.
-        for i in range(0, len(tokens) - 1, settings.prefill_step_size):
-            part = tokens[i : min(i + settings.prefill_step_size, len(tokens) - 1)]
+        chunk = lab.engine.chunk_tokens
+        for i in range(0, len(tokens) - 1, chunk):
+            part = tokens[i : min(i + chunk, len(tokens) - 1)]
             lab.engine.model(mx.array([*part])[None], cache=self._caches)
             mx.eval([cache.state for cache in self._caches])
 
