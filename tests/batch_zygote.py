@@ -62,7 +62,7 @@ class Zygote:
 
     def close(self) -> None:
         self._process.stdin.close()
-        self._process.wait()
+        self._process.wait(60)
         self._process.stdout.close()
 
 

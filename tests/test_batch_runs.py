@@ -818,6 +818,6 @@ def test_the_example_script_runs(folders, tmp_path, monkeypatch):
     for name in ("one", "two"):
         (tmp_path / f"{name}.txt").write_text(f"text {name}\n")
     args = ["sh", EXAMPLES / "batch.sh", tmp_path, "What is it?", "-m", folders["llama"], "-n", "2"]
-    done = subprocess.run(args, capture_output=True, text=True, check=True)
+    done = subprocess.run(args, capture_output=True, text=True, check=True, timeout=300)
     found = [line.partition("\t")[0] for line in done.stdout.splitlines()]
     assert found == [f"{tmp_path}/one.txt", f"{tmp_path}/two.txt"]

@@ -33,7 +33,12 @@ print(chosen, mapped, repr(product), blas.name(), sep="|")
 def run(code: str, **environ: str) -> str:
     environment = {**os.environ, **environ}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
     )
     return done.stdout.strip()
 

@@ -491,7 +491,9 @@ def test_continue_in_a_pipe(folder):
 def test_odd_streams(folder, redirection, code, message):
     """Guards: a traceback for a closed input, or success with a full disk."""
     command = " ".join([sys.executable, *arguments(folder), redirection])
-    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, env=environment())
+    done = subprocess.run(
+        ["/bin/sh", "-c", command], capture_output=True, env=environment(), timeout=300
+    )
     assert (done.returncode, message in done.stderr) == (code, True), done.stderr
 
 

@@ -283,7 +283,7 @@ def test_on_a_terminal(model_folder):
 def test_help_is_fast():
     """Guards: an import that makes every mistyped flag cost seconds; what costs them is counted."""
     help = [sys.executable, "-X", "importtime", "-m", "ds4cli", "--help"]
-    done = subprocess.run(help, capture_output=True, text=True, check=True)
+    done = subprocess.run(help, capture_output=True, text=True, check=True, timeout=300)
     modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "ds4cli.cli" in modules and len(modules) < 450
     assert not {"mlx.core", "mlx_lm", "transformers", "numpy", "llguidance"} & modules
@@ -297,7 +297,7 @@ def test_closed_streams(model_folder, closed):
     """With stdin closed the weights could not be opened; with stdout closed an answer that nobody
     got looked like success."""
     command = f"{sys.executable} -m ds4cli generate -m {model_folder} -n 2 hi {closed}"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=300)
     assert done.returncode == closed.startswith(("<&- >", ">")), done.stderr
     if closed == ">&-":
         assert done.stderr == "error: cannot write the output: bad file descriptor\n"
@@ -309,7 +309,9 @@ def test_an_unknown_model_type_is_one_line(model_folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "frobnicate"}))
     command = [sys.executable, "-m", "ds4cli", "generate", "-m", str(folder), "hi"]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300
+    )
     lines = done.stderr.splitlines()
     assert done.returncode == 2 and [line[:5] for line in lines] == ["error", "hint:"]
     assert "frobnicate" in lines[0]

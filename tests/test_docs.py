@@ -134,7 +134,11 @@ def test_the_python_example_runs(hybrid_folder):
     """Guards: the first program a reader copies fails."""
     script = str(ROOT / "examples" / "go_back.py")
     done = subprocess.run(
-        [sys.executable, script, str(hybrid_folder)], capture_output=True, text=True, check=False
+        [sys.executable, script, str(hybrid_folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert "0 model calls" in done.stdout
@@ -147,6 +151,7 @@ def test_the_cost_of_recording_is_measured(hybrid_folder):
         [sys.executable, script, str(hybrid_folder), "--context", "20", "--seconds", "0"],
         capture_output=True,
         text=True,
+        timeout=300,
     )
     assert "standard error" in done.stdout, done.stderr
 
@@ -158,6 +163,7 @@ def test_host_cost_is_counted(hybrid_folder):
         [sys.executable, script, str(hybrid_folder), "--tokens", "2", "--nodes"],
         capture_output=True,
         text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     counts = [[float(n) for n in line[24:].split()] for line in done.stdout.splitlines()[1:]]
@@ -169,7 +175,10 @@ def test_batches_are_timed_beside_mlx_lms(hybrid_folder):
     script = str(ROOT / "examples" / "batch_speed.py")
     few = ["--lanes", "1", "3", "--tokens", "4", "--prompt", "6", "--repeats", "1"]
     done = subprocess.run(
-        [sys.executable, script, str(hybrid_folder), *few], capture_output=True, text=True
+        [sys.executable, script, str(hybrid_folder), *few],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()[2:]]

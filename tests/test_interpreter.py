@@ -34,7 +34,7 @@ def test_it_is_said_before_anything_is_imported():
         "import sys; sys.modules['mlx'] = None; import ds4cli.backend.interpreter as i; "
         "del sys.modules['ds4cli']; i.problem = lambda: 'too old\\nhint: x'; import ds4cli"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (2, "error: too old\nhint: x\n")
 
 

@@ -61,5 +61,5 @@ def test_another_thread_gets_all_rows():
     assert read(model).shape[1] == 7
     with projections.only():
         done.set()
-        other.join()
+        other.join(60)
     assert classes(model) == own and found == [True]

@@ -229,3 +229,21 @@ def test_public_names():
     }
     with pytest.raises(AttributeError):
         ds4cli.nothing  # noqa: B018
+
+
+def waits_for_ever(call: ast.Call) -> bool:
+    """Whether it waits for a process or a thread, however long that takes."""
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    owner, method = ast.unparse(call.func.value), call.func.attr
+    if (owner, method) == ("subprocess", "run"):
+        return "timeout" not in {keyword.arg for keyword in call.keywords}
+    is_endless = method in ("wait", "communicate", "join") and not call.args and not call.keywords
+    return is_endless and owner not in ("self", "zygote")  # these look at `batch_zygote.LIMIT_S`
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parent.glob("*.py")), ids=lambda p: p.name)
+def test_no_test_waits_without_a_limit(path):
+    """A run that hangs for ever, and does not say where."""
+    calls = (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call))
+    assert [call.lineno for call in calls if waits_for_ever(call)] == []

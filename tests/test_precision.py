@@ -15,7 +15,9 @@ def test_importing_the_engine_turns_tf32_off():
     """Guards: a variable set after MLX has read it, or one that only the command line sets."""
     code = "import ds4cli, os; ds4cli.Engine; print(os.environ['MLX_ENABLE_TF32'])"
     environment = {k: v for k, v in os.environ.items() if k != "MLX_ENABLE_TF32"}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, timeout=300
+    )
     assert run.stdout.strip() == b"0"
 
 

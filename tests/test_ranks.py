@@ -75,7 +75,7 @@ def started(*words, **how):
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.communicate(timeout=60)
 
 
 def with_ranks(ranks: int, folder: Path, cases: list[str], steps: int = 7) -> list[dict]:
@@ -201,7 +201,9 @@ def test_a_batch_loses_nothing_with_a_rank(model_folder, tmp_path):
 def others(process) -> list[int]:
     """The processes that it has started; waits until there is one."""
     while True:
-        run = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+        run = subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, timeout=300
+        )
         if run.stdout.split():
             return [int(pid) for pid in run.stdout.split()]
         assert process.poll() is None, process.stderr.read()
@@ -356,7 +358,9 @@ def test_a_silent_rank_is_lost(monkeypatch, clock, request):
     clock.rounds(6)
     assert group.watch.is_alive() and not said
     clock.now = 44.0
-    while not said and group.watch.is_alive():
+    for _ in range(20_000):
+        if said or not group.watch.is_alive():
+            break
         time.sleep(0.001)
     assert said == ["rank 1 (127.0.0.1): it has said nothing for 15 s"]
 

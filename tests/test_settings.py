@@ -163,7 +163,7 @@ def test_printed_settings_can_be_read_back(tmp_path):
 def test_settings_import_without_mlx():
     """Guards: `--help` starts to import mlx, which takes seconds."""
     code = "import sys, ds4cli.cli, ds4cli.settings; sys.exit('mlx' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_every_field_has_an_option():

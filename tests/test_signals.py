@@ -109,6 +109,7 @@ def test_the_tests_run_where_ctrl_c_is_ignored():
     done = subprocess.run(
         words, cwd=os.path.dirname(__file__), capture_output=True, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        timeout=300,
     )  # fmt: skip
     assert "default_int_handler" in done.stdout, done.stderr
 

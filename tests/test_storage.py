@@ -86,7 +86,7 @@ def test_a_full_disk_keeps_the_old_file(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
+    if subprocess.run(mount, capture_output=True, timeout=300).returncode:
         pytest.skip("cannot mount a small disk here")
     try:
         session_of(60).save(disk / "s")
@@ -95,7 +95,7 @@ def test_a_full_disk_keeps_the_old_file(tmp_path):
         assert load(disk / "s").pos == 60
         assert [p.name for p in disk.iterdir()] == ["s"]
     finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        subprocess.run(["umount", str(disk)], check=True, timeout=300)
 
 
 def test_a_file_that_came_out_short_is_no_success(tmp_path, monkeypatch):

@@ -422,7 +422,7 @@ def test_another_thread_does_not_record():
         # It only builds the graph: evaluation belongs to the thread that made the weights.
         worker = threading.Thread(target=lambda: done.append(model(BLOCK[None], cache=caches)))
         worker.start()
-        worker.join()
+        worker.join(60)
     assert done and tape.rows == 0
 
 

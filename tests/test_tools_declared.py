@@ -244,7 +244,9 @@ def test_output_that_grows_when_it_is_made_printable_is_cut():
 
 def is_running(pid):
     """Whether a process exists and is no zombie that nobody waits for."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    state = subprocess.run(
+        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, timeout=300
+    )
     return state.stdout.strip()[:1] not in ("", "Z")
 
 
