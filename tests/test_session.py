@@ -1,13 +1,11 @@
 """The speculative loop from outside: streams left, moved, forked; checkpoints; counters."""
 
-import threading
 from functools import lru_cache
 
 import pytest
 from oracle import (
     FAMILIES,
     Letters,
-    OracleDrafter,
     check,
     engine,
     interrupts,
@@ -19,8 +17,8 @@ from tiny import V, build
 
 from ds4cli.drafters.links import Links
 from ds4cli.drafters.ngram import NgramDrafter
-from ds4cli.errors import ModelError, StateError, UsageError
-from ds4cli.settings import MAX_BLOCK_TOKENS, Settings
+from ds4cli.errors import ModelError
+from ds4cli.settings import Settings
 
 MORE_FAMILIES = (
     "qwen3_5",
@@ -187,15 +185,6 @@ def test_not_a_number_is_said_and_undone(drafter):
         session.next_token()
 
 
-def test_a_fork_samples_as_the_session_it_was_taken_from():
-    """After `use` a fork sampled with the engine's settings again."""
-    session = session_of("llama", prompt(10), temp=0.0)
-    session.use(Settings(temp=1.5, seed=7))
-    session.attempt = 2
-    twin = session.fork()
-    assert drain(twin.stream(max_tokens=12)) == drain(session.stream(max_tokens=12))
-
-
 def test_another_attempt_or_other_settings_pick_anew():
     """/retry wrote the first token of the reply that it was to replace; `use` began with the first
     attempt again."""
@@ -281,28 +270,6 @@ def test_an_error_at_any_line_of_the_index_leaves_a_usable_session(error):
     check(model("llama"), session)
 
 
-def test_a_session_says_which_thread_owns_it(tmp_path):
-    """In a second thread MLX failed with a bare `RuntimeError` about streams."""
-    session, said = session_of("llama", prompt(9)), []
-    empty = engine("llama", model=model("llama")).session()
-    uses = session.step, session.fork, lambda: session.rewind(3), lambda: session.sync([1])
-
-    def elsewhere():
-        empty.sync(prompt(5))  # nobody's yet
-        for use in (*uses, lambda: session.save(str(tmp_path / "s"))):
-            try:
-                use()
-            except StateError as error:
-                said.append(error.message)
-
-    thread = threading.Thread(target=elsewhere, name="second")
-    thread.start()
-    thread.join(60)
-    assert said == ["this session belongs to the thread `MainThread`, not `second`"] * 5
-    assert (session.pos, empty.pos) == (9, 5)
-    session.step()
-
-
 # -- what is counted and told ---------------------------------------------------------------------
 
 
@@ -330,51 +297,3 @@ def test_what_a_session_counts():
     assert step.tokens == truth and stats.generated_tokens == 9
     assert (stats.proposed, stats.accepted, stats.by_drafter) == (3, 2, {"given": [3, 2]})
     assert stats.accept_counts == [6, 0, 1] and stats.forwards == session.counters.forwards
-
-
-def test_guesses_count_for_who_made_them():
-    """Guards: an n-gram's guesses told as nobody's, or as a grammar's."""
-    truth = plain(model("llama"), prompt(10), 12)
-    session = session_of("llama", prompt(10), speculate="always", num_draft_tokens=3)
-    session.drafter = OracleDrafter([*prompt(10), *truth], 1.0)
-    assert drain(session.stream(max_tokens=12)) == truth
-    assert session.stats.by_drafter == {"oracle": [session.stats.proposed, session.stats.accepted]}
-    assert session.stats.proposed == session.stats.accepted == 9
-    assert session.stats.accept_counts == [0, 0, 0, 3]
-
-
-def test_no_guess_is_fed_beyond_the_context():
-    """A block that ends behind what the model can read."""
-    truth = plain(model("llama"), prompt(10), 30)
-    session = session_of("llama", prompt(10), speculate="always")
-    session.drafter = OracleDrafter([*prompt(10), *truth], 1.0)
-    session.engine.context_tokens = 16
-    events = list(session.stream(max_tokens=30))
-    assert session.tokens == [*prompt(10), *truth[:6]] and events[-1].finish_reason == "length"
-    assert session.counters.fed_tokens == 16
-    assert session.room(None) == -1 and session.room(4) == -1
-    session.engine.context_tokens = None
-    assert (session.room(4), session.room(None)) == (3, MAX_BLOCK_TOKENS - 1)
-
-
-def test_progress_is_told_after_every_call():
-    """Guards: a bar that stands still."""
-    session, told = session_of("llama", prompt(3), prefill_step_size=4), []
-    session.sync(prompt(14), progress=lambda *at: told.append(at))
-    assert told == [(3, 11), (7, 11), (11, 11)]
-
-
-def test_scores_are_kept_while_they_are_asked_for():
-    """Guards: scores of another reply, of padding, or after nobody wants them."""
-    session = session_of("llama", prompt(10))
-    with pytest.raises(UsageError):
-        session.scores(10)
-    session.score(2)
-    said = drain(session.stream(max_tokens=5))
-    scores = session.scores(10)
-    assert [score.token for score in scores] == said
-    assert all(len(score.top) == 2 and score.top[0][0] == score.token for score in scores)
-    session.score(None)
-    drain(session.stream(max_tokens=2))
-    with pytest.raises(UsageError):
-        session.scores(10)

@@ -353,6 +353,15 @@ def test_room_for_guesses():
     assert (session.room(None), session.room(4)) == (2, 2)
 
 
+def test_no_guess_is_fed_beyond_the_context():
+    """A block that ends behind what the model can read."""
+    session = spied(n=4)
+    session.engine.context_tokens = 16
+    events = list(session.stream(max_tokens=30))
+    assert (session.tokens, events[-1].finish_reason) == (after(11), "length")
+    assert session.counters.fed_tokens == 16 and session.room(None) == -1
+
+
 def test_what_must_follow_comes_before_what_is_guessed():
     """A grammar's own text was guessed otherwise; a costly drafter was asked for it."""
     session = spied(n=2)

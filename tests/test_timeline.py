@@ -394,32 +394,6 @@ def test_marks_lie_inside_long_calls(name):
         check(t)
 
 
-def test_no_marks_inside_calls_that_they_would_not_pay_for():
-    """States, or a tape, that fill the budget push out the checkpoints at turns."""
-    t = timeline("qwen3_next", horizon=16, chunk=200)
-    t.sync(prompt(4))
-    t.horizon.budget_bytes = 100 * t.recorder.sizes.row
-    t.sync(prompt(504))
-    assert [f.pos for f in t.checkpoints.kept] == [61, 261, 461]
-
-
-def test_horizon_and_checkpoints_share_one_budget():
-    """Each kept to its own share, both together held more than `--rewind-mb`."""
-    t = timeline("qwen3_next", horizon=48)
-    t.sync(prompt(8))
-    t.limits = Limits(48, 9 * t.recorder.sizes.state, 512)
-    horizon, checkpoints = t._nothing_kept()
-    t._now = t._now._replace(horizon=horizon, checkpoints=checkpoints)
-    whole = set()
-    for i in range(60):
-        step(t, [i % V, 3, 4])
-        t.checkpoint("turn" if i % 2 else "block")
-        kept = t.kept_bytes()
-        assert kept["horizon"] + kept["checkpoints"] <= t.limits.budget_bytes
-        whole.add(kept["checkpoints"] + t.recorder.sizes.state > t.limits.budget_bytes // 2)
-    assert whole == {False, True}, "what the horizon leaves is used"
-
-
 def test_no_call_is_longer_than_a_chunk(monkeypatch):
     """What is read again, or read last, in one call of any length: its memory is not bounded."""
     t, sizes, feed = timeline("qwen3_next", horizon=4, chunk=8), [], Timeline.feed
@@ -436,69 +410,6 @@ def test_no_call_is_longer_than_a_chunk(monkeypatch):
         check(t)
 
 
-def test_a_twin_keeps_within_its_own_limits():
-    """A lane's branch with a short horizon kept as much as the text it came from."""
-    t = timeline("qwen3_next", horizon=64)
-    t.sync(prompt(30))
-    t.checkpoint("turn")
-    step(t, [1, 2, 3])
-    few = Limits(4, 1 << 20, 16)
-    twin, alike = t.fork(few), t.fork()
-    assert (twin.limits, twin.horizon.limit, twin.checkpoints.budget_bytes) == (few, 4, 1 << 20)
-    assert twin.horizon.budget_bytes == 1 << 19
-    assert (twin.last_block, twin.horizon.segments, twin.checkpoints.kept) == ((33, 33), [], [])
-    assert (alike.limits, alike.last_block) == (t.limits, t.last_block) == (t.limits, (30, 33))
-    assert alike.checkpoints.has(30, "turn") and alike.rewind(20).forwards == 0
-    for i in range(12):
-        step(twin, [i])
-    assert (twin.plan(41).source, twin.plan(38).source) == ("horizon", "rebuild")
-    assert (t.counters.forwards, twin.counters.forwards) == (2, 12)
-    for each in (twin, alike, t):
-        check(each)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_rows_of_long_feeds_are_not_mistaken_for_each_other(name):
-    """Early calls of a feed keep one row: going back into them took the row of another position."""
-    t = timeline(name, horizon=64, chunk=8)
-    t.sync(prompt(10))
-    for i in range(100):
-        step(t, [i % V])
-    t.sync([*t.tokens, *prompt(30, seed=4)])
-    for pos in range(t.pos - 1, t.pos - 61, -1):
-        twin = t.fork()
-        twin.rewind(pos)
-        check(twin)
-
-
-def test_a_marked_turn_end_costs_nothing():
-    """Landing exactly on a checkpoint needs no model call: it keeps its logits row."""
-    t = timeline("qwen3_next", horizon=16)
-    t.sync(prompt(40))
-    t.checkpoint("turn")
-    for i in range(60):
-        step(t, [i])
-    report = t.rewind(40)
-    assert (report.source, report.forwards, report.replayed) == ("frontier", 0, 0)
-    check(t)
-
-
-def test_a_loaded_timeline_knows_no_checkpoints_of_a_text_that_is_gone():
-    """After going back and saving, a checkpoint ahead served another text, without a model call."""
-    t = timeline("lfm2", horizon=16)
-    t.sync(prompt(40))
-    t.checkpoint("turn")
-    earlier = [vars(f) for f in t.checkpoints.kept]
-    t.rewind(37)
-    for checkpoints in (t.state()["frontiers"], earlier):  # of this version, of earlier ones
-        loaded = Noting(t.model, t.recorder, t.limits)
-        loaded.load_state({**t.state(), "frontiers": checkpoints})
-        loaded.made = t.made
-        loaded.sync([*t.tokens, *prompt(60, seed=2)])
-        loaded.rewind(40)
-        check(loaded)
-
-
 def test_an_exact_repeat_feeds_nothing():
     """`/retry` right after a reply, or the same prompt twice, must not read it again."""
     for name in FAMILIES:
@@ -507,15 +418,6 @@ def test_an_exact_repeat_feeds_nothing():
         fed = t.counters.fed_tokens
         report = t.sync(prompt(20))
         assert (t.counters.fed_tokens - fed, report.forwards) == (0, 0)
-
-
-def test_plain_kv_keeps_no_marks():
-    """Where every layer cuts, checkpoints would only cost memory."""
-    t = timeline("llama", horizon=16, chunk=8)
-    t.sync(prompt(64))
-    t.checkpoint("turn")
-    assert t.checkpoints.kept == []
-    assert t.rewind(5).source == "trim"
 
 
 @pytest.mark.parametrize(

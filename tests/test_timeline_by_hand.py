@@ -643,9 +643,10 @@ def test_a_mark_is_kept_where_going_back_is_not_free_anyway():
     (mark,) = t.checkpoints.kept
     assert (mark.pos, mark.kind, mark.logits.tolist()) == (4, "turn", row(t, text(4)))
     assert mark.nbytes == 6 * NUMBER_BYTES
-    plain = timeline("plain", at=4)
+    plain = timeline("plain", horizon=4, chunk=8, at=64)
     plain.checkpoint("turn")
-    assert plain.checkpoints.kept == []
+    assert plain.checkpoints.kept == [] and plain.rewind(5).source == "trim"
+    check(plain)
 
 
 def test_a_mark_lands_without_a_call():
@@ -706,6 +707,17 @@ def test_early_calls_of_a_feed_leave_no_rows():
         for pos in (49, 52, 47):
             t.rewind(pos)
             check(t)
+
+
+@pytest.mark.parametrize("kinds", [("plain",), ("window",)])
+def test_rows_of_long_feeds_are_not_mistaken_for_each_other(kinds):
+    """Early calls of a feed keep one row: going back into them took the row of another position."""
+    t = singles(timeline(*kinds, horizon=64, chunk=8, at=10), 100)
+    t.sync([*t.tokens, *text(30, seed=4)])
+    for pos in range(t.pos - 1, t.pos - 61, -1):
+        twin = t.fork()
+        twin.rewind(pos)
+        check(twin)
 
 
 def test_how_far_back_is_free():
@@ -847,6 +859,9 @@ def test_no_checkpoint_of_a_text_that_is_not_in_the_file():
     loaded = timeline(*HYBRID)
     loaded.load_state({**t.state(), "frontiers": earlier})  # as earlier versions wrote it
     assert loaded.checkpoints.kept == []
+    loaded.sync([*t.tokens, *text(60, seed=2)])
+    loaded.rewind(20)
+    check(loaded)
 
 
 def other(state, **parts):
