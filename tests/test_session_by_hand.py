@@ -353,9 +353,10 @@ def test_room_for_guesses():
     assert (session.room(None), session.room(4)) == (2, 2)
 
 
-def test_no_guess_is_fed_beyond_the_context():
-    """A block that ends behind what the model can read."""
-    session = spied(n=4)
+@pytest.mark.parametrize("guesses", [0, 4])
+def test_nothing_is_fed_beyond_the_context(guesses):
+    """A block that ends behind what the model can read; a call that ran ahead to there."""
+    session = spied(n=guesses)
     session.engine.context_tokens = 16
     events = list(session.stream(max_tokens=30))
     assert (session.tokens, events[-1].finish_reason) == (after(11), "length")

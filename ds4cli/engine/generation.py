@@ -157,8 +157,7 @@ class Generation:
         yield self._last_event(text, reason)
 
     def _reason_to_end(self) -> str | None:
-        pos, context = self.timeline.pos, self._session.engine.context_tokens
-        if (self.end is not None and pos >= self.end) or (context is not None and pos >= context):
+        if self.end is not None and self.timeline.pos >= self.end:
             return "length"
         return "cancelled" if self._cancel() else None
 

@@ -590,7 +590,10 @@ class Session:
         is_raw = settings.raw if raw is None else raw
         think = None if is_raw else self._think(len(before))
         text = ReplyText(self.engine.decode, self.pos, before, stop, guard, think)
-        end = None if limit < 0 else self.pos + limit
+        ends = [] if limit < 0 else [self.pos + limit]
+        if self.engine.context_tokens is not None:
+            ends.append(self.engine.context_tokens)
+        end = min(ends, default=None)
         return Generation(self, self._timeline, text, end, cancel)
 
     stream = _written(reply)
