@@ -252,15 +252,15 @@ def test_branches_that_share_rows_again_after_an_undo(name):
 def test_an_error_at_any_line_of_the_index_leaves_a_usable_session(error):
     """Links half undone made every later move fail with a `KeyError`."""
     work = NgramDrafter.rewind, NgramDrafter._index, Links.extend, Links.drop
-    whole, struck = session_of("llama", prompt(24), drafter="ngram", speculate="always"), 0
+    whole, struck = session_of("llama", prompt(9), drafter="ngram", speculate="always"), 0
     whole.step(max_tokens=3)
     for interrupt in interrupts(*work, error=error):
         session = whole.fork()
         with interrupt:
-            session.rewind(20)
+            session.rewind(7)
             session.step(max_tokens=3)
         struck += interrupt.struck
-        for pos in (19, 3):
+        for pos in (6, 3):
             session.rewind(pos)
             session.step(max_tokens=3)
         assert not [n for n in session.engine.notices if "planted" not in n and "anew" in n]

@@ -10,6 +10,7 @@ from toolkit import EOS, TOOLS, encode, pieces
 
 from ds4cli.engine.session import Session
 from ds4cli.tools import FORMATS, Guard
+from ds4cli.tools.forcing import Forcing
 
 # Formats whose own text in the tests is laid out as the probe call is.
 NAMES = ["json_tools", "qwen3_coder", "minimax_m2", "deepseek_v32", "kimi_k2", "gemma4", "pythonic"]
@@ -80,6 +81,49 @@ def test_a_rewind_takes_the_guesses_along():
     for i, (token, piece) in list(enumerate(fed[:-1]))[len(fed) // 2 :]:
         assert guard.forced([token]) == seen[i]
         guard.feed(i, token, piece)
+
+
+class OneText:
+    """A matcher whose grammar is one text."""
+
+    def __init__(self, *text):
+        self.text, self.at, self.asked = list(text), 0, 0
+
+    def try_consume_tokens(self, tokens):
+        self.asked += 1
+        rest = self.text[self.at :]
+        pairs = zip([*rest, None], [*tokens, None], strict=False)
+        taken = next(i for i, (a, b) in enumerate(pairs) if a != b or b is None)
+        self.at += taken
+        return taken
+
+    def rollback(self, n):
+        assert 0 <= n <= self.at
+        self.at -= n
+
+    def compute_ff_tokens(self):
+        return self.text[self.at : self.at + 2]
+
+
+def test_the_first_style_that_fits_the_text_says_what_follows():
+    """A style that the text has left; one that was left behind a place that was gone back to."""
+    one, other = OneText(1, 2, 3, 4, 5), OneText(1, 2, 7, 8, 9)
+    forcing = Forcing(lambda: [one, other])
+    assert forcing.after([1]) == [2, 3]
+    forcing.take([1])
+    assert forcing.after([]) == [2, 3]
+    forcing.take([2])
+    assert forcing.after([]) == [3, 4]
+    assert forcing.after([7]) == [8, 9] and forcing.after([6]) == []
+    forcing.take([7])
+    assert forcing.after([8]) == [9]
+    asked = one.asked
+    forcing.take([8])
+    assert forcing.after([]) == [9] and one.asked == asked
+    forcing.rewind(2)
+    assert forcing.after([3]) == [4, 5] and forcing.after([]) == [3, 4]
+    forcing.rewind(1)
+    assert forcing.after([2, 7]) == [8, 9]
 
 
 @pytest.mark.parametrize("name", ["json_tools", "qwen3_coder"])
