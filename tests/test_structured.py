@@ -306,6 +306,7 @@ def test_a_stop_token_may_come_only_where_the_text_may_end():
     steps = play(guard, wrapper, '{"name": "A", "age": 3')
     step = guard.feed(len(steps), stop, "")
     assert (step.event, step.bad_pos) == ("left", len(steps))
+    assert step.reason == "the reply would end before its text fits"
     assert not guard.allowed(len(wrapper))[stop]
     play(guard, wrapper, "}", len(steps))
     assert guard.allowed(len(wrapper))[stop]
@@ -416,6 +417,16 @@ def test_what_waits_is_text_that_was_not_shown():
     text = '{"name": "A"'
     steps = play(guard, wrapper, text)
     assert "".join(step.emit for step in steps) + guard.waiting == text
+
+
+def test_what_left_the_form_is_said_in_a_call_or_behind_it():
+    """Guards: a repair of which nobody learns why."""
+    wrapper, said = tokenizer(), "`x` does not fit"
+    guard, (x,) = guard_of(wrapper, FORMS["object"]), encode(wrapper, "x")
+    assert play(guard, wrapper, '{"name": x')[-1].reason.startswith(said)
+    assert guard.instead(encode(wrapper, '"'), x, len(wrapper)) is None  # in a string
+    assert guard.instead(encode(wrapper, '""'), x, len(wrapper)).reason.startswith(said)
+    assert not guard.allowed(x)[:x].all() and len(guard.allowed(x)) == x  # rows end before it
 
 
 def test_going_back_forgets_text_and_calls():
