@@ -4,6 +4,8 @@ from itertools import product
 
 import pytest
 
+from ds4cli.drafters.asking import Asking
+from ds4cli.drafters.drafter import Drafter
 from ds4cli.drafters.sharing import RoundCosts, is_worth_stopping, share
 
 
@@ -62,3 +64,41 @@ def test_a_number_of_lanes_that_was_not_timed_costs_what_the_next_one_does():
     known.observe(6, 6, 1, 0.5)
     assert (known.plain(6), known.plain(5), known.plain(9)) == (0.5, 0.5, 1.0)
     assert known.timed() == {8: pytest.approx(1.0)}
+
+
+def tried(asking, known, chance, rounds):
+    """The rounds in which `asking` asks 4 lanes whose guesses are kept so often. A draft of theirs
+    takes half a plain round."""
+    found, hopes = [], [[chance**k for k in range(1, 9)]] * 4
+    for i in range(0, rounds, 8):
+        asking.plan(known, 4, hopes, 0, 8)
+        asking.plan(known, 4, hopes, 0, 0)  # lanes have to stop running ahead first
+        if asking.length:
+            found.append(i)
+            assert asking.guesses(known, 4, hopes, 0, []) > 0
+            asking.observe(4, 2, 0.5)
+    return found
+
+
+def test_who_takes_time_is_tried_now_and_then_and_asked_while_that_pays():
+    """A head that was wrong at first was never asked again, or tried as often as before."""
+    asking, known = Asking(Drafter()), costs(0.3, 0.0)
+    for _ in range(4):
+        asking.observe(4, 2, 0.5)
+    tries = tried(asking, known, 0.1, 2000)
+    assert 5 < len(tries) < 40 and 1.5 * len(tries) < 0.03 * 2000
+    assert tries[-1] - tries[-2] > 2 * (tries[1] - tries[0])
+    assert len(tried(asking, known, 0.95, 80)) == 10
+
+
+def test_prompts_that_are_still_to_be_read_are_a_part_of_the_price():
+    """Short texts paid for a reading each that nothing came of."""
+    asking, known = Asking(Drafter()), costs(0.3, 0.0)
+    hopes = [[0.8, 0.64]] * 4
+    for _ in range(4):
+        asking.observe(4, 2, 0.1)
+    asking.observe(4, 2, 40.1, new=4)
+    asking.plan(known, 4, hopes, 0, 1)
+    assert asking.length
+    asking.plan(known, 4, hopes, 4, 1)
+    assert not asking.length

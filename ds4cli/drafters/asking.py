@@ -16,6 +16,8 @@ from ds4cli.drafters.sharing import FIRST_GUESSES, MISSED, RoundCosts, share
 # Rounds after which the reading of a prompt is to be repaid, and how much one still counts after
 # the next.
 REPAID_AFTER, READING_DECAY = 16, 0.9
+# Rounds that a draft which is only tried is waited for.
+PATIENCE = 4
 # Per lane, the chance that its first guess is kept, its first two, ...
 Chances = Sequence[Sequence[float]]
 
@@ -33,7 +35,7 @@ class Asking:
         self._times: dict[int, DraftTimes] = {}  # by lanes
         self._reading = Mean(READING_DECAY)  # seconds of a prompt
         self._credit, self._share = 0.0, MOST_PROBING
-        self._is_probe = False
+        self._is_probe, self._waits = False, 0
 
     def observe(self, lanes: int, guesses: int, seconds: float, new: int = 0) -> None:
         """A draft of so many guesses, for so many lanes, was made. new: how many of these were
@@ -44,6 +46,8 @@ class Asking:
             times.observe(guesses, seconds)
         elif expected:
             self._reading.add(max(0.0, seconds - expected) / new)
+        if self._is_probe:
+            self.length, self._is_probe = 0, False
 
     def seconds(self, lanes: int, guesses: int) -> float:
         """What that is expected to take: as for the number of lanes next to it that was seen."""
@@ -54,6 +58,9 @@ class Asking:
     def plan(self, costs: RoundCosts, lanes: int, hopes: Chances, new: int, rounds: int) -> None:
         """Decide for the next rounds. new: how many of these lanes were never asked; rounds: that
         went by since it was last decided."""
+        if self._is_probe and self._waits:  # lanes that run ahead have to stop first
+            self._waits -= 1
+            return
         self.length, self._is_probe = self._best(costs, lanes, hopes, new, ()), False
         if self.length:
             self._share = MOST_PROBING
@@ -63,7 +70,7 @@ class Asking:
         price = MISSED + takes / costs.plain(lanes)
         if self._credit >= price:
             self._credit, self._share = 0.0, max(LEAST_PROBING, LESS_PROBING * self._share)
-            self.length, self._is_probe = self._worth_trying, True
+            self.length, self._is_probe, self._waits = self._worth_trying, True, PATIENCE
 
     def guesses(
         self, costs: RoundCosts, lanes: int, hopes: Chances, new: int, free: Chances
