@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import host_cost
 
 LAYERS = 32
-TOKENS = 32
+TOKENS = 16
 # What the guard, or a drafter that has no guess, may add, of mlx-lm's calls.
 EXTRA = 0.15
 
