@@ -162,8 +162,11 @@ def test_a_checkpoint_brings_its_position_back_from_anywhere(kind):
     assert state[:2] == (17, first)
     assert [a.shape[2] for a in layer.adapter.checkpoint_arrays(state)] == [17 - first] * 2
     assert state[2].tolist() == rows(text[first:]).tolist()
+    low = layer.adapter.low()
+    layer.adapter.restore_checkpoint(state, 17)  # here, and near: what is below stays
+    assert layer.adapter.low() == low
     layer.feed(18)
-    layer.adapter.restore_checkpoint(state, 17)  # near: a cursor move, and what is below stays
+    layer.adapter.restore_checkpoint(state, 17)
     assert layer.adapter.low() < 17 - SLACK + 1 and layer.adapter.high() == 18
     layer.text = list(text)
     for _ in range(2):
