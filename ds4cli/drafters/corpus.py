@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Protocol
 from weakref import WeakSet
 
+from ds4cli.atomic import replacing
 from ds4cli.drafters.links import Links, match_length
 from ds4cli.errors import UsageError
 
@@ -192,11 +193,8 @@ def _check_header(path: Path, found: object, model: str) -> None:
 def _rewrite(path: Path, model: str, texts: list[list[int]]) -> None:
     """The file anew, with what is kept of it, whole or not at all."""
     lines = [json.dumps({"format": FORMAT, "model": model}), *map(json.dumps, texts)]
-    new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
-        os.replace(new, path)
+        with replacing(path) as new:
+            new.write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write the corpus `{path}`: {error.strerror}") from None
