@@ -274,7 +274,7 @@ class CallCosts:
     is_measured: whether there is a list of this machine.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.plain = Mean(PLAIN_DECAY)  # seconds of a token
         self.rate = 1.0
         self.is_measured = False

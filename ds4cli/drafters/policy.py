@@ -360,7 +360,7 @@ class Experience:
     The sessions of an engine share it, so a short reply goes by what earlier ones showed.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._places: dict[tuple[str, str], _Place] = {}
 
     def place(self, part: Drafter, region: str, pos: int = 0) -> _Place:
