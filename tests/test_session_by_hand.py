@@ -180,6 +180,8 @@ def test_what_is_counted_of_a_move():
     assert (stats.back_s, stats.forwards) == (3.0, 4)
     stats.count_move(RewindReport("live", 0, 1, 9, 2, seconds=5.0, back_s=1.5))
     assert (stats.rewinds, stats.replayed_tokens, stats.back_s, stats.forwards) == (2, 7, 3.0, 6)
+    stats.count_move(RewindReport("block", 1))
+    assert stats.rewinds == 3
 
 
 @pytest.mark.parametrize(
@@ -321,7 +323,7 @@ def test_guesses_are_asked_for_behind_the_next_token():
         ("choose", after(1), MAX_BLOCK_TOKENS - 1, "prose"),
         ("choose", after(5), 2, "prose"),
     ]
-    assert session._drafted_ids is ids and session.stats.parked == 3
+    assert session._drafted_ids is ids and len(ids) == 10 and session.stats.parked == 3
     assert session.policy.of("observe") == [("observe", 4, 4), ("observe", 3, 3)]
     assert session.stats.by_drafter == {"who": [5, 5]}
     session.drafter.n = 0
@@ -389,7 +391,7 @@ def test_what_must_follow_is_bounded():
     session = spied(num_draft_tokens=3)
     assert session.forced([1], 9) == []
     session.generation = Grammar(must={1: [5] * 20})
-    assert session.forced([1], 9) == [5] * 3 and session.forced([1], 2) == [5] * 2
+    assert [session.forced([1], n) for n in (9, 2, 1)] == [[5] * 3, [5] * 2, [5]]
     assert session.forced([1], 0) == session.forced([1], -1) == []
     session.engine.settings = Settings()
     assert session.forced([1], 9) == [5] * 9
@@ -542,6 +544,14 @@ def test_plain_decoding_runs_one_call_ahead_and_no_further():
     assert said(session.stream(max_tokens=6)) == TRUTH[:6]
     assert fed == [(0, {})] + [(1, {})] * 5 and waits == [False] * 6
     assert session.next_token() == TRUTH[6] and session.counters.forwards == 1 + 6
+
+
+def test_what_runs_ahead_is_drawn_for_its_own_position():
+    """At a temperature plain decoding wrote another text than a step at a time."""
+    ahead, alone = (session_of(temp=9.0, seed=5) for _ in range(2))
+    alone.policy = Policy(runs_ahead=False)
+    drawn = said(ahead.stream(max_tokens=12))
+    assert drawn == said(alone.stream(max_tokens=12)) and len({*drawn}) > 6
 
 
 def test_a_run_ahead_ends_where_guesses_shall_be_fed():
