@@ -18,6 +18,7 @@ from ds4cli.batch.requests import (
     conversation,
     derived_seed,
     is_blank,
+    name_key,
     parse,
 )
 from ds4cli.batch.results import FileResults, StreamResults, _Log, open_results
@@ -576,6 +577,89 @@ def test_a_stream_gets_lines_in_input_order():
     for i in (2, 0, 1):
         results.put(items[i], answer(items[i]))
     assert out.getvalue() == b"".join(map(answer, items))
+
+
+def test_a_terminal_is_not_steered_by_a_result():
+    """An escape in an answer was obeyed; bytes that are no text ended the run."""
+
+    class Screen(io.BytesIO):
+        def isatty(self):
+            return True
+
+    (item,), out = items_of(1), Screen()
+    results = StreamResults(out)
+    results.expect(item)
+    results.put(item, "é\x1b[2J".encode() + b"\xff\n")
+    shown = out.getvalue().decode()
+    assert shown.startswith("é") and "\x1b" not in shown and "xff" in shown and shown.endswith("\n")
+    results.close()
+    assert out.closed
+
+
+def test_whether_anything_is_left_to_make(tmp_path):
+    """A model was loaded for nothing; or a file that lacks a line, or holds them in another order,
+    was taken for done."""
+    items, path = items_of(3), tmp_path / "out"
+    keys = [name_key(item.custom_id) for item in items]
+    run_batch(path, items)
+
+    def are_all(keys):
+        results = FileResults(path, resume=True, force=False)
+        try:
+            return results.are_all(keys)
+        finally:
+            results.close()
+
+    assert are_all(keys) and not are_all(keys[:2]) and not are_all(keys[::-1])
+    run_batch(path, items, force=True, bad=[1])
+    assert not are_all(keys)
+    run_batch(path, items, resume=True)
+    waiting = path.with_name("out.waiting")
+    waiting.write_bytes(answer(items[0]))
+    assert are_all(keys), "the same result twice"
+    path.write_bytes(b"".join(map(answer, items[:2])))
+    waiting.write_bytes(answer(items[2]))
+    assert not are_all(keys), "one waits for its place"
+    stream = StreamResults(io.BytesIO())
+    assert stream.are_all([]) and not stream.are_all([1]) and stream.finish() == 0
+
+
+def test_forced_results_go_on_with_what_differs(tmp_path):
+    """Guards: `--force` that is refused all the same, or that drops what is good."""
+    items, path = items_of(3), tmp_path / "out"
+    path.write_bytes(b"not ours\n" + answer(items[0], {"temp": 9}, "fp_9") + answer(items[2]))
+    assert run_batch(path, items, resume=True, force=True) == [items[1].custom_id]
+    assert path.read_bytes().splitlines()[0] == answer(items[0], {"temp": 9}, "fp_9").strip()
+    run_batch(path, items, force=True)
+    assert path.read_bytes() == b"".join(map(answer, items))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"[1]\n",
+        b'{"custom_id": 3, "response": {}, "error": null}\n',
+        b'{"custom_id": "a", "response": {}}\n',
+        b'{"custom_id": "a", "error": null}\n',
+        b"[" * 100_000 + b"\n",
+    ],
+)
+def test_lines_that_are_no_results(tmp_path, raw):
+    """A file of the user's that happens to be JSON was taken for results, and cut."""
+    (tmp_path / "out").write_bytes(raw)
+    with pytest.raises(UsageError, match=r"line 1 of .* is no result"):
+        FileResults(tmp_path / "out", resume=True, force=False)
+    assert (tmp_path / "out").read_bytes() == raw
+
+
+@pytest.mark.parametrize("response", [None, [], {}, {"status_code": 200}])
+def test_results_without_an_answer_are_made_again(tmp_path, response):
+    """A line of another program's form was counted as done."""
+    (item,), path = items_of(1), tmp_path / "out"
+    line = {"id": "x", "custom_id": item.custom_id, "response": response, "error": None}
+    path.write_bytes(json.dumps(line).encode() + b"\n")
+    assert run_batch(path, [item], resume=True) == [item.custom_id]
+    assert path.read_bytes() == answer(item)
 
 
 def test_what_made_a_result_is_short_and_has_no_speed_in_it():
