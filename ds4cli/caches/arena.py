@@ -171,6 +171,7 @@ class Seating:
         self._places = list(places)
         self.arenas: list[Arena] = []
         self.is_full = False
+        self._most = 0  # positions that a lane may have to keep its seat, as last found
         self._seats: list[weakref.ref[Seat] | None] = []  # by row; None: not taken yet
         self._spare_calls = 0  # in a row, with rows that nobody has
 
@@ -179,9 +180,12 @@ class Seating:
         their numbers in the order of their rows, those without a seat last."""
         if not self._places:
             return list(range(len(lanes)))
-        last = [at(caches, self._places[-1]) for caches in lanes]
+        last = of_lanes(lanes, self._places[-1])
+        if self._sit(last):
+            return list(range(len(lanes)))
         pairs = list(zip(lanes, last, strict=True))
         short, long = _lengths(sorted(cache.offset for cache in last))
+        self._most = long
         for caches, cache in pairs:
             if self._sits(cache) and cache.offset > long:
                 for layer in self._layers(caches):
@@ -193,6 +197,18 @@ class Seating:
         order = sorted(range(len(lanes)), key=rows.__getitem__)
         self.is_full = [rows[i] for i in order] == [*range(len(self._seats))]
         return order
+
+    def _sit(self, last: Sequence[Any]) -> bool:
+        """Whether the lanes whose last caches these are have all rows, in order, as in the call
+        before: most often, so nothing is called for a lane."""
+        if not self.is_full or len(last) != len(self._seats):
+            return False
+        for row, cache in enumerate(last):
+            if type(cache) is not SeatedKVCache or cache.arena is not self.arenas[-1]:
+                return False
+            if cache.seat.row != row or cache.at + cache.seat.moved > self._most:
+                return False
+        return True
 
     def unseat(self, caches: list[Any]) -> None:
         """Take a lane's rows out of the arenas: what stands behind them stays there, in a row that
@@ -258,6 +274,15 @@ def _lengths(lengths: Sequence[int]) -> tuple[int, int]:
     as long as the longest."""
     usual = lengths[len(lengths) // 2]
     return 4 * usual + 4 * STEP, 8 * usual + 8 * STEP
+
+
+def of_lanes(lanes: Sequence[list[Any]], place: Place) -> list[Any]:
+    """The cache at a place of each lane."""
+    first, *inside = place
+    found = [caches[first] for caches in lanes]
+    for index in inside:
+        found = [cache[index] for cache in found]
+    return found
 
 
 def at(caches: Any, place: Place) -> Any:

@@ -90,7 +90,7 @@ class Lane:
         self._open: deque[Part] = deque()
         self._is_seated_anew = False  # because its last block's rows were not numbers
         self._runs_ahead = False  # a block may be opened on top of the one that is open
-        self._drafts: list[int] = []
+        self.guess([])
         self._step: Step | None = None
         self._error: Exception | None = None
         self._alone: Generator[Step, None, None] | None = None  # while there is no other lane
@@ -108,12 +108,17 @@ class Lane:
     @property
     def has_step(self) -> bool:
         """Whether the next event is there to take, or is the lane's own affair."""
-        if self._alone is not None and not self._is_only:
+        if self._alone is not None:
+            if self._is_only:
+                return True
             self._end_alone()
-        if self._alone is None and self.timeline.open_blocks != len(self._open):
+        blocks = len(self._open)
+        if self.timeline.open_blocks != blocks:
             self._open.clear()  # the session was moved
-        waits = self._step is not None or self._error is not None
-        return waits or self._is_only or len(self._open) > self._runs_ahead
+            blocks = 0
+        if self._step is not None or self._error is not None:
+            return True
+        return blocks > self._runs_ahead if blocks else self._is_only
 
     @property
     def _is_only(self) -> bool:
@@ -141,7 +146,7 @@ class Lane:
 
     def _begin(self) -> None:
         """What the next block begins with is known now."""
-        self._drafts = []
+        self.guess([])
         if self.session.next_token() in self.session.engine.stop_ids:
             self._step = Step([], "stop")
 
@@ -152,12 +157,7 @@ class Lane:
 
     def guess(self, drafts: list[int]) -> None:
         """The next block carries these."""
-        self._drafts = drafts
-
-    @property
-    def size(self) -> int:
-        """Rows of the next block."""
-        return 1 + len(self._drafts)
+        self._drafts, self.size = drafts, 1 + len(drafts)
 
     def record(self, is_fed: bool) -> None:
         """What goes back is recorded where the session does so; else in blocks with guesses only,
@@ -190,14 +190,14 @@ class Lane:
         self._open.append(Part(self._drafts, session.guessed_by, rows, picks, start))
         session.stats.forwards += 1
         if len(self._open) == 1:
-            self._runs_ahead = not waits and not self._drafts and self._may_run_ahead
-        self._drafts = []
+            self._runs_ahead = not waits and not self._drafts and self._may_run_ahead()
+        if self._drafts:
+            self.guess([])
 
-    @property
     def _may_run_ahead(self) -> bool:
         """Whether the oldest open block may be built on before its pick is known."""
-        left = self.left
-        return self.session.runs_ahead and (left is None or left > 1)
+        end = self._reply.end
+        return self.session.runs_ahead and (end is None or end - self.timeline.pos > 1)
 
     def fail(self, error: Exception) -> None:
         """`error` is what the lane's next event will raise."""
@@ -257,13 +257,17 @@ class Lane:
             feed = [session.next_token(), *part.drafts]
             taken = self._reply.repicked(feed, taken, part.rows)
         step = session.keep(part.drafts, taken, part.source)
-        session.policy.kept(len(step.tokens))
-        following = session.next_token()
+        kept = len(step.tokens)
+        following, is_drafting = taken[kept - 1], session.is_drafting
+        if is_drafting:
+            session.policy.kept(kept)
         if following in session.engine.stop_ids:
             self.forget()
         elif self._open:
-            wants, may = self._group.guesses.wants, self._may_run_ahead
-            self._runs_ahead = may and not wants(session, following, self._reply.end)
+            self._runs_ahead = self._may_run_ahead()
+            if is_drafting and self._runs_ahead:
+                wants = self._group.guesses.wants(session, following, self._reply.end)
+                self._runs_ahead = not wants
         return step
 
     def waits_for(self, picks: Picks) -> bool:
@@ -355,7 +359,7 @@ class Group:
         if self.is_apart:
             self._call_each(due)
         elif due:
-            self.guesses.begin(due)
+            self.guesses.begin([lane.size for lane in due])
             try:
                 self._open(due)
             except Exception as error:  # what one lane brought about, or all together
@@ -364,17 +368,19 @@ class Group:
     def _due(self) -> list[Lane]:
         """The lanes that need a block, with the guesses that it carries."""
         due = [lane for lane in self.lanes if lane.is_due()]
-        self.guesses.make([lane for lane in due if lane.knows_next])
-        return [lane for lane in due if not lane.has_step]
+        asked = [lane for lane in due if lane.knows_next]
+        self.guesses.make(asked)
+        return [lane for lane in due if not lane.has_step] if asked else due
 
     def _open(self, due: Sequence[Lane]) -> None:
         timelines, feeds = [lane.timeline for lane in due], [lane.feed for lane in due]
+        guessed = [lane for lane in due if lane.size > 1]
         try:
-            for lane in due:
+            for lane in guessed:
                 lane.record(True)
             rows = self._feed(timelines, feeds)
         finally:
-            for lane in due:
+            for lane in guessed:
                 lane.record(False)
         try:
             asked = [lane.asked(r, f) for lane, r, f in zip(due, rows, feeds, strict=True)]
@@ -384,7 +390,7 @@ class Group:
             for timeline in timelines:
                 timeline.abort()
             raise
-        start, waits = 0, any(lane.size > 1 or not lane.session.runs_ahead for lane in due)
+        start, waits = 0, bool(guessed) or not all([lane.session.runs_ahead for lane in due])
         for lane, own in zip(due, rows, strict=True):
             lane.opened(own, picks, start, waits)
             start += len(own)
@@ -392,7 +398,7 @@ class Group:
     def _feed(self, timelines: list[Timeline], feeds: list[Feed]) -> list[mx.array]:
         if len(timelines) == 1:
             return [timelines[0].feed(feeds[0])]
-        record = any(timeline.recording for timeline in timelines)
+        record = any([timeline.recording for timeline in timelines])
         return feed_together(timelines, feeds, self._hooks, record=record)
 
     def part(self, error: Exception) -> None:

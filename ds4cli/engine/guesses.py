@@ -92,15 +92,15 @@ class Guesses:
 
     # -- what rounds cost -------------------------------------------------------------------------
 
-    def begin(self, due: Sequence[Lane]) -> None:
-        """A round begins: the one before, if nothing else was done in it, says what rounds cost."""
+    def begin(self, sizes: Sequence[int]) -> None:
+        """A round of so many rows a lane begins: the one before, if nothing else was done in it,
+        says what rounds cost."""
         now = self._clock()
         if self._round is not None:
             begin, lanes, rows, lengths = self._round
             self._costs.observe(lanes, rows, lengths, now - begin - self._asked_s)
-        sizes = [lane.size for lane in due]
-        is_whole = len(due) == len(self._lanes)
-        self._round = (now, len(due), sum(sizes), len({*sizes})) if is_whole else None
+        is_whole = len(sizes) == len(self._lanes)
+        self._round = (now, len(sizes), sum(sizes), len({*sizes})) if is_whole else None
         self._asked_s = 0.0
 
     def interrupt(self) -> None:

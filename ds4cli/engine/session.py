@@ -92,8 +92,8 @@ class Stats:
         self.blocks += 1
         self.proposed += drafted
         self.accepted += accepted
-        missing = accepted + 1 - len(self.accept_counts)
-        self.accept_counts.extend([0] * missing)
+        while accepted >= len(self.accept_counts):
+            self.accept_counts.append(0)
         self.accept_counts[accepted] += 1
         if drafted:
             counts = self.by_drafter.setdefault(source, [0, 0])
@@ -536,7 +536,7 @@ class Session:
     def keep(self, drafts: Sequence[int], picks: Sequence[int], source: str) -> Step:
         """Commit the oldest open block: its first token and the `drafts` behind it that agree with
         `picks`, what the model takes after each of its tokens."""
-        accepted = accepted_drafts(drafts, picks, self.engine.stop_ids)
+        accepted = accepted_drafts(drafts, picks, self.engine.stop_ids) if drafts else 0
         tokens = self._timeline.commit(1 + accepted)
         self.picked(picks[accepted])
         self.stats.count_block(len(drafts), accepted, source)

@@ -95,6 +95,7 @@ def _with_lanes(attention: Callable) -> Callable:
             if found is not None:
                 return found
             mask = cache.step.mask() if mask is None else mask
+            return attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
         if not isinstance(keys, LaneRows):
             return attention(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
         if not isinstance(cache, LaneCache) or isinstance(mask, mx.array):
@@ -163,7 +164,7 @@ def at_positions(cls: type) -> type:
 
     def __call__(self, x, offset=0, *args, **kwargs):
         if type(offset) is not LaneOffset:
-            few = len(x.shape) != 4 or x.shape[0] * -(-x.shape[1] // HEAD_GROUP) <= MOST_GROUPS
+            few = x.ndim != 4 or x.shape[0] * -(-x.shape[1] // HEAD_GROUP) <= MOST_GROUPS
             if few or type(offset) is not mx.array:
                 return inner(self, x, offset, *args, **kwargs)
             return turned(self, x, offset, *args, **kwargs)

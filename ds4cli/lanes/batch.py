@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
-from ds4cli.caches.arena import Arena, Place, Seating, at
+from ds4cli.caches.arena import Arena, Place, SeatedKVCache, Seating, at, of_lanes
 from ds4cli.caches.stack import Stack
 from ds4cli.hooks.cuda import seats
 from ds4cli.lanes.call import Feed, LaneError, ids
@@ -60,7 +60,8 @@ class ArenaRows:
 
     def __init__(self, arena: Arena):
         self.arena = arena
-        self._has_kernel = False  # attention finds what it wants in the whole arena
+        # Whether attention finds what it wants in the whole arena; None before it was asked.
+        self._has_kernel: bool | None = None
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         return self.step.mask(window_size)
@@ -77,7 +78,8 @@ class ArenaRows:
     def attend(self, queries: mx.array, scale: float, mask: Any) -> mx.array | None:
         """Attention by a kernel; None where there is none for it."""
         keys, values, step = self.arena.keys, self.arena.values, self.step
-        self._has_kernel = self._has_kernel or seats.fits(queries, keys, values)
+        if self._has_kernel is None:
+            self._has_kernel = seats.fits(queries, keys, values)
         if not self._has_kernel:
             return None
         window = step.window(mask)
@@ -124,8 +126,8 @@ class Batch:
 
     def _stand_on(self, lanes: Sequence[list[Any]]) -> bool:
         """Take the states of the lanes: as the call before left them, if nobody looked since."""
-        stack, first = self._stack, self._recurrent[0]
-        if stack is None or not stack.has([at(caches, first) for caches in lanes]):
+        stack = self._stack
+        if stack is None or not stack.has(of_lanes(lanes, self._recurrent[0])):
             own = [[at(caches, place) for place in self._recurrent] for caches in lanes]
             if any(x is None for caches in own for cache in caches for x in cache.cache):
                 return False
@@ -136,9 +138,9 @@ class Batch:
 
     def call(self, feeds: Sequence[Feed], lanes: Sequence[list[Any]]) -> tuple[mx.array, Any]:
         """See `Lanes.call`: one call on a token of each lane."""
-        last = [at(caches, self._places[-1]) for caches in lanes] if self._places else []
+        last: list[SeatedKVCache] = of_lanes(lanes, self._places[-1]) if self._places else []
         if last:
-            self._begin([cache.offset for cache in last])
+            self._begin([cache.at + cache.seat.moved for cache in last])
         logits = self._model(ids(feeds)[:, None], cache=self._caches)
         if logits.shape[:2] != (len(lanes), 1):
             raise LaneError("a batch has other rows than its lanes")
@@ -150,8 +152,9 @@ class Batch:
         return logits[:, 0], layers
 
     def _begin(self, positions: list[int]) -> None:
-        for arena in self._arenas:
-            arena.reserve(max(positions) + 1)
+        if max(positions) >= min([arena.keys.shape[2] for arena in self._arenas]):
+            for arena in self._arenas:
+                arena.reserve(max(positions) + 1)
         step = Step(positions, self._arenas[0])
         for rows in self._rows:
             rows.offset, rows.step = step.positions, step

@@ -269,7 +269,7 @@ class Timeline:
     ) -> None:
         """A model call was made on `feed`: its block is open."""
         block = _Block(opening.start, feed, opening.hold, tape, logits, hidden, live)
-        self._now = opening.moment._replace(open=(*opening.moment.open, block))
+        self._now = Moment(*opening.moment[:-1], (*opening.moment.open, block))
 
     def undo(self, opening: Opening) -> None:
         """All stands as it did before the model call."""
@@ -387,12 +387,16 @@ class Timeline:
         # The last block begins where its first logits row is: after a feed from a bare state, one
         # token later.
         start = block.start + (now.logits is None)
-        return now._replace(
-            pos=end,
-            end=end,
-            logits=block.row(len(tokens)),
-            last_block=(start, end),
-            open=now.open[1:],
+        return Moment(
+            now.layers,
+            now.known,
+            end,
+            end,
+            block.row(len(tokens)),
+            (start, end),
+            now.horizon,
+            now.checkpoints,
+            now.open[1:],
         )
 
     def _keep_first(self, block: _Block, rows: int) -> None:

@@ -101,7 +101,7 @@ def evaluate_together(timelines: Sequence[Timeline], *arrays: mx.array, wait: bo
     """
     run = mx.eval if wait else mx.async_eval
     try:
-        rows, live = zip(*(timeline.pending() for timeline in timelines), strict=True)
+        rows, live = zip(*[timeline.pending() for timeline in timelines], strict=True)
         run(*arrays, rows, list({id(tree): tree for tree in live}.values()))
     except BaseException:
         for timeline in timelines:
