@@ -4,6 +4,7 @@ there is one, where it is a kernel."""
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 import tiny
@@ -14,7 +15,7 @@ from mlx_lm.models.ssm import compute_dt, ssm_attn, ssm_update
 
 from ds4cli.bench.reference import stock
 from ds4cli.hooks import delta
-from ds4cli.hooks.cuda import attention, kernels, recurrences, rows, seats, switch
+from ds4cli.hooks.cuda import attention, convolutions, kernels, recurrences, rows, seats, switch
 from ds4cli.tape.check import self_check
 from ds4cli.tape.recorder import Recorder, arrays_caches
 
@@ -456,3 +457,39 @@ def test_other_heads_than_the_kernel_knows_are_left_to_mlx(on):
     assert seats.fits(x, x, x)
     assert not seats.fits(x[..., :80], x[..., :80], x[..., :80])
     assert not seats.fits(x, x, x[..., :64]) and not seats.fits(x, x, x.astype(mx.float16))
+
+
+# --- convolutions -------------------------------------------------------------------------------
+
+
+def convolution(bias, channels=6, size=4):
+    conv = nn.Conv1d(channels, channels, size, groups=channels, bias=bias)
+    if bias:
+        conv.bias = mx.arange(channels) / 3
+    return conv
+
+
+def test_only_convolutions_of_each_channel_alone_are_taken(on):
+    """Guards: the kernel for a convolution that it does not compute, or on one row of a token."""
+    taken = convolution(False), convolution(True)
+    left = [nn.Conv1d(6, 6, 4), nn.Conv1d(6, 6, 4, groups=3), nn.Conv1d(6, 12, 4, groups=6)]
+    left += [nn.Conv1d(6, 6, 4, groups=6, **{k: 2}) for k in ("stride", "padding", "dilation")]
+    for conv, count in [*((c, 1) for c in taken), *((c, 0) for c in left)]:
+        assert len(convolutions.use(nn.Sequential(conv))) == count
+    x = mx.random.normal((1, 4, 6))
+    assert mx.array_equal(taken[0](x), nn.Conv1d.__call__(taken[0], x))
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1, 5, 6), (2, 40, 6), (1, 1300, 700)])
+def test_depthwise_convolutions_are_mlx(shape, bias, dtype):
+    """Guards: a row too few, a second sequence that begins in the first, a bias left out."""
+    conv = convolution(bias, shape[2])
+    conv.set_dtype(dtype)
+    x = mx.random.normal(shape).astype(dtype)
+    want = nn.Conv1d.__call__(conv, x)
+    got = convolutions.depthwise(x, conv.weight, conv.get("bias"))
+    assert got.shape == want.shape and got.dtype == dtype
+    assert error(got, want) < (2e-6 if dtype == mx.float32 else 8e-3)

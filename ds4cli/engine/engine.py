@@ -30,7 +30,7 @@ from ds4cli.engine.scores import Spelling
 from ds4cli.engine.session import Session
 from ds4cli.errors import ModelError, StateError, UsageError
 from ds4cli.hooks import delta
-from ds4cli.hooks.cuda import attention, recurrences, switch
+from ds4cli.hooks.cuda import attention, convolutions, recurrences, switch
 from ds4cli.hooks.last_row import Projections
 from ds4cli.hooks.taps import Taps
 from ds4cli.lanes.arm import Lanes
@@ -80,6 +80,7 @@ class Armed:
             attention.use(model)
             delta.use_chunked(model)
             recurrences.use(model)
+            convolutions.use(model)
             armed = cls(Projections(model), *_recorder(model))
             model.ds4cli_armed = armed
         return armed
