@@ -132,12 +132,15 @@ def test_a_slot_of_the_last_rows(keep, lead, grows, time_axis):
 def test_the_newest_array_alone_is_read_where_it_has_enough():
     """Going back joined all rows of a convolution to take the last three."""
     calls = [tail(begin, end, 3, 3, False, 1) for begin, end in BOUNDS]
-    gathered = Tail.gather(calls)
+    gathered = Tail.gather(calls, len(TEXT))
     assert gathered.data[0] is calls[-1].data[0] and gathered.rows == len(TEXT)
     short = [tail(0, 1, 3, 0, False, 1), tail(1, 2, 3, 0, False, 1)]
-    assert numbers(Tail.gather(short).data[0]) == [1, 2]
+    assert numbers(Tail.gather(short, 2).data[0]) == [1, 2]
+    bare = [tail(begin, end, 3, 0, False, 1) for begin, end in pairwise(range(11))]
+    gathered = Tail.gather(bare, len(TEXT))
+    assert numbers(gathered.data[0]) == TEXT[-3:] and gathered.rows == len(TEXT)
     long = [tail(0, 1, 3, 3, False, 1), tail(1, 2, 3, 3, False, 1)]
-    assert Tail.gather(long).data[0] is not long[-1].data[0]  # two rows, the start has the third
+    assert Tail.gather(long, 2).data[0] is not long[-1].data[0]  # two rows, the start has the third
 
 
 def test_a_call_that_is_kept_whole_is_kept_as_it_is():
