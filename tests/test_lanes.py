@@ -14,11 +14,13 @@ from tiny import CFG, build
 
 from ds4cli.caches import arena
 from ds4cli.caches.build import adapt, build_caches
+from ds4cli.caches.stack import Stack
 from ds4cli.errors import ModelError
 from ds4cli.hooks.cuda import seats as attention_kernel
 from ds4cli.lanes import arm as arm_module
 from ds4cli.lanes import attention
 from ds4cli.lanes.arm import Lanes
+from ds4cli.lanes.batch import Batch
 from ds4cli.rewind import together
 from ds4cli.rewind.timeline import Limits, Timeline
 from ds4cli.rewind.together import evaluate_together, feed_together
@@ -173,12 +175,17 @@ def test_few_pairs_are_turned_in_small_batches_on_cuda(arm, monkeypatch, pairs):
     monkeypatch.setattr(attention, "MOST_GROUPS", 2)
     both, sizes = Together("llama", lanes), []
     with monkeypatch.context() as inside, patch.object(mx.fast, "rope", noting(sizes)):
-        inside.setattr(attention.cuda, "is_backend", lambda: True)
+        inside.setattr(attention.switch, "is_backend", lambda: True)
         rows = feed_together(
             both.timelines, [both.feed(i, n) for i, n in enumerate((4, 0, 2))], lanes
         )
         mx.eval(rows)
-    assert max(sizes) == (2 if pairs == 1 else 9)
+        assert max(sizes) == (2 if pairs == 1 else 9)
+        for t in both.timelines:
+            t.abort()
+        sizes.clear()
+        both.step(STEPS[0])  # a batch
+    assert max(n for n in sizes if n > 1) == (2 if pairs == 1 else 3)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gpt_oss"])
@@ -255,27 +262,32 @@ def test_a_joint_step_costs_the_host_about_what_a_call_alone_does():
 def test_a_failure_in_the_call_leaves_every_lane_where_it_was(name, arm):
     """Half of the lanes one token ahead of the others, or of their own layers."""
     both = Together(name, arm(name))
+    for feeds in ([[5, 6], [7], [8]], [[5], [7], [8]]):
+        both.step(STEPS[0])
+        for index in range(len(both.alone[0].model.layers)):
+            with failing_layer(both.alone[0].model, index), pytest.raises(KeyboardInterrupt):
+                feed_together(both.timelines, feeds, both.lanes)
+            both.check()
+            assert not any(t.open_blocks for t in both.timelines)
     both.step(STEPS[0])
-    for index in range(len(both.alone[0].model.layers)):
-        with failing_layer(both.alone[0].model, index), pytest.raises(KeyboardInterrupt):
-            feed_together(both.timelines, [[5, 6], [7], [8]], both.lanes)
-        both.check()
-        assert not any(t.open_blocks for t in both.timelines)
     both.step(STEPS[1])
 
 
 def test_an_interrupt_at_any_line_leaves_every_lane_where_it_was(arm):
     """Ctrl-C between the openings of two blocks: one lane a token ahead of the others."""
     both, lines = Together("qwen3_next", arm("qwen3_next"), (5, 3)), 0
-    for interrupted in interrupts(feed_together, together._call, Timeline.open):
-        with interrupted:
-            feed_together(both.timelines, [[5, 6], [7]], both.lanes)
-        lines += interrupted.struck
-        if not interrupted.struck:
-            [t.abort() for t in both.timelines]
-        assert not any(t.open_blocks for t in both.timelines)
-        both.check()
-    assert lines > 20
+    inside = feed_together, together._call, Timeline.open, Batch.call, Stack.__init__
+    for feeds in ([[5, 6], [7]], [[5], [7]]):
+        for interrupted in interrupts(*inside):
+            with interrupted:
+                feed_together(both.timelines, feeds, both.lanes)
+            lines += interrupted.struck
+            if not interrupted.struck:
+                [t.abort() for t in both.timelines]
+            assert not any(t.open_blocks for t in both.timelines)
+            both.check()
+    both.step(((0, 0), (0, 0)))
+    assert lines > 60
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
@@ -312,6 +324,73 @@ def test_calls_run_one_ahead(name, arm):
             alone.evaluate()
             alone.commit(1)
     both.check()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "falcon_h1", "rwkv7"])
+def test_lanes_of_a_batch_move_alone(name, arm):
+    """States that stay stacked, and cursors that move as one: a lane that went back, ran alone, was
+    looked at or forked in between was given the state of another moment, or of another lane."""
+    both, calls = Together(name, arm(name)), []
+    call = Batch.call
+
+    def noted(*args):
+        calls.append(len(args[1]))
+        return call(*args)
+
+    with patch.object(Batch, "call", noted):
+        for _ in range(3):
+            both.step(STEPS[0])
+        both.rewind(1, both.timelines[1].pos - 2)
+        both.step(STEPS[0])
+        assert all(mx.isfinite(x).all() for a in both.timelines[2].adapters for x in a.arrays())
+        both.step(STEPS[0])
+        for t in (both.timelines[0], both.alone[0]):
+            t.sync([*t.tokens, 7, 8])
+        both.timelines.append(both.timelines[2].fork())
+        both.alone.append(both.alone[2].fork())
+        for _ in range(2):
+            both.step(((0, 0),) * 4)
+        both.rewind(3, both.timelines[3].pos - 3)
+        both.step(((0, 0),) * 4)
+        both.step(((0, 0),) * 2, which=(1, 3))
+    assert calls[:5] == [3] * 5 and calls[5:8] == [4] * 3
+    both.step((*STEPS[1], (0, 0)))
+
+
+def test_a_lane_of_a_batch_can_be_undone_and_gone_on_from(arm):
+    """A hold that was taken of a seat, kept while its cursor moved by itself."""
+    both = Together("llama", arm("llama"))
+    both.step(STEPS[0])
+    own = both.timelines[0]
+    for back in (1, 3):
+        opening = own.opening()
+        own.caches[1].offset -= back
+        own.undo(opening)
+        both.check()
+        both.rewind(0, own.pos - back)
+        both.step(STEPS[0])
+    feed_together(both.timelines, [[1], [2], [3]], both.lanes)
+    feed_together(both.timelines, [[4], [5], [6]], both.lanes)
+    for t in both.timelines:
+        t.abort()
+    both.step(STEPS[0])
+
+
+@pytest.mark.parametrize("how", ["fails", "is wrong"])
+def test_a_model_that_no_batch_can_run_goes_on_in_lanes(arm, monkeypatch, how):
+    """Refused as a whole, or run with what differs from calls alone."""
+    call = Batch.call
+
+    def broken(*args):
+        rows, live = call(*args)
+        if how == "fails":
+            raise TypeError("no such answer")
+        return mx.roll(rows, 1, axis=0), live
+
+    monkeypatch.setattr(Batch, "call", broken)
+    both = Together("llama", arm("llama"))
+    for blocks in STEPS:
+        both.step(blocks)
 
 
 @pytest.mark.parametrize("name", ["llama:64", "qwen3_next:128"])
