@@ -40,6 +40,12 @@ TOKENS = 2000
 LEARNING = 300
 
 
+def fed(policy, part, tokens, room, region="prose"):
+    """What a session feeds: whose guesses, and then these."""
+    offer = policy.choose(part, tokens, room, region)
+    return [] if offer is None else policy.give(offer, tokens)
+
+
 class Guesser(Drafter):
     """Right at a position with chance `right(pos)`; which positions, only `seed` decides."""
 
@@ -69,10 +75,10 @@ def test_by_rule_the_text_alone_decides(free):
         policy = DraftPolicy(Settings(reproducible=True), Experience(), lambda now=now: next(now))
         policy.costs.use({0: 1.0, 1: 1.0, 2: seconds, 8: 9 * seconds})
         for pos in range(1, learnt):
-            policy.draft(part, range(pos), ROOM)
+            fed(policy, part, range(pos), ROOM)
             policy.observe(3, 1, seconds)
         assert not policy.chooses and not policy.wants_prices
-        chosen.append([policy.draft(part, range(pos), ROOM) for pos in (500, 501, 700, 702)])
+        chosen.append([fed(policy, part, range(pos), ROOM) for pos in (500, 501, 700, 702)])
     assert chosen[0] == chosen[1] and [len(c) for c in chosen[0]] == [4] * 4
 
 
@@ -80,9 +86,9 @@ def test_by_rule_weak_guesses_are_not_fed():
     """Guards: `--reproducible` that feeds every guess, and is slower than plain decoding."""
     weak = Guesser(lambda pos: 0.1, confidence=1)
     policy = DraftPolicy(Settings(reproducible=True))
-    assert policy.draft(weak, range(9), ROOM) == [] and not policy.wants(weak, range(9), ROOM)
+    assert fed(policy, weak, range(9), ROOM) == [] and not policy.wants(weak, range(9), ROOM)
     pinned = DraftPolicy(Settings(reproducible=True, num_draft_tokens=2, speculate="always"))
-    assert len(pinned.draft(weak, range(9), ROOM)) == 2
+    assert len(fed(pinned, weak, range(9), ROOM)) == 2
 
 
 class Clock:
@@ -121,7 +127,7 @@ class Clock:
     def run(self, until, policy, region="prose"):
         """Go on with a controller."""
         while self.pos < until:
-            drafts = policy.draft(self.drafter, range(self.pos), self.room(until), region)
+            drafts = fed(policy, self.drafter, range(self.pos), self.room(until), region)
             if drafts or not policy.runs_ahead:
                 policy.observe(1 + len(drafts), *self.verify(drafts))
             else:
@@ -472,7 +478,7 @@ def test_no_room_no_drafts():
     guesser = Guesser(lambda _: 1.0)
     for settings in (Settings(), Settings(speculate="always"), Settings(num_draft_tokens=3)):
         policy = DraftPolicy(settings)
-        assert policy.draft(guesser, range(5), 0) == [] and not policy.wants(guesser, range(5), 0)
+        assert fed(policy, guesser, range(5), 0) == [] and not policy.wants(guesser, range(5), 0)
     assert guesser.asked == 0
 
 
@@ -482,8 +488,8 @@ def test_no_room_no_drafts():
 def test_a_rewind_forgets_open_proposals():
     """After a rewind or a new prompt the text is no verdict on what was proposed before."""
     guesser, policy = Guesser(lambda _: 1.0), DraftPolicy(Settings())
-    policy.draft(guesser, range(10), 4)
-    policy.draft(guesser, [*range(10), 99, 98, 97, 96, 95], 4)  # nothing was observed between
+    fed(policy, guesser, range(10), 4)
+    fed(policy, guesser, [*range(10), 99, 98, 97, 96, 95], 4)  # nothing was observed between
     assert all(not place.all.tries for place in policy._known._places.values())
 
 
@@ -521,7 +527,7 @@ def test_a_new_session_goes_by_what_earlier_ones_learnt():
     for experience, wanted in ((known, False), (Experience(), True)):
         policy = DraftPolicy(Settings(), experience)
         policy.costs.use({0: 1.0, 1: 1.0, 32: 9.0})
-        assert bool(policy.draft(guesser, range(9), 4)) == wanted
+        assert bool(fed(policy, guesser, range(9), 4)) == wanted
 
 
 def test_a_head_offers_no_more_than_it_can_give():

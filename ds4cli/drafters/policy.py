@@ -96,22 +96,12 @@ class DraftPolicy:
         """Whether it is worth measuring what calls cost now, if nobody knows it."""
         return self.chooses and self._tempted and self._blocks >= MEASURED_AFTER
 
-    def draft(
-        self, drafter: Drafter, tokens: Sequence[int], room: int, region: str = "prose"
-    ) -> list[int]:
-        """The guesses to feed after `tokens`, at most `room`. Call it once a block, then observe.
-
-        region: what kind of text this is ("tool" inside a tool call); chances are kept apart.
-        """
-        offer = self.choose(drafter, tokens, room, region)
-        return [] if offer is None else self.give(offer, tokens)
-
     def wants(
         self, drafter: Drafter, tokens: Sequence[int], room: int, region: str = "prose"
     ) -> bool:
         """Whether to stop running ahead, to feed guesses from the next token on.
 
-        Called in place of `draft` where the last of `tokens` is being read by a call of its own.
+        Called in place of `choose` where the last of `tokens` is being read by a call of its own.
         """
         if not self.looks(2):
             return False
@@ -186,9 +176,13 @@ class DraftPolicy:
     # -- deciding ----------------------------------------------------------------------------------
 
     def choose(
-        self, drafter: Drafter, tokens: Sequence[int], room: int, region: str
+        self, drafter: Drafter, tokens: Sequence[int], room: int, region: str = "prose"
     ) -> Offer | None:
-        """The offer to take, if any: `give` makes it guesses, a step of `draft` each."""
+        """Whose guesses are fed after `tokens`, at most `room`, and how many; None for nobody's.
+        `give` makes guesses of it. Call it once a block, then observe.
+
+        region: what kind of text this is ("tool" inside a tool call); chances are kept apart.
+        """
         if self._by_rule:
             self._known = Experience()  # what earlier text showed depends on which was read here
         self._compare(tokens)
