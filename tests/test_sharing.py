@@ -17,6 +17,17 @@ def costs(row: float, length: float, lanes: int = 4) -> RoundCosts:
     return known
 
 
+def test_rounds_that_compile_say_nothing_of_prices():
+    """On a GPU the first round of so many rows took ten times as long, and drafting was parked."""
+    known = costs(0.1, 0.0)
+    for rows in range(17, 40):
+        known.observe(4, rows, 2, 30.0)
+    assert known.prices() == pytest.approx((0.1, 0.0), abs=0.05)
+    assert share(known, 4, [[0.9]])[0] == [0]  # 5 rows in all: there was no such round
+    assert share(known, 4, [[0.9]] * 4)[0] == [1] * 4
+    assert not is_worth_stopping(known, 4, [0.9, 0.9]) and is_worth_stopping(known, 4, [0.9] * 3)
+
+
 @pytest.mark.parametrize(("row", "length"), [(0.1, 0.0), (0.5, 0.05), (1.0, 0.2)])
 def test_prices_are_learnt_from_rounds(row, length):
     """Prices stayed as they were assumed."""
@@ -61,6 +72,7 @@ def test_a_number_of_lanes_that_was_not_timed_costs_what_the_next_one_does():
     known = costs(0.5, 0.0, lanes=8)
     assert known.plain(8) == known.plain(6) == known.plain(12) == 1.0
     assert known.plain(5) == known.plain(2) == known.plain(16) == 0.0
+    known.observe(6, 6, 1, 40.0)  # compiles
     known.observe(6, 6, 1, 0.5)
     assert (known.plain(6), known.plain(5), known.plain(9)) == (0.5, 0.5, 1.0)
     assert known.timed() == {8: pytest.approx(1.0)}

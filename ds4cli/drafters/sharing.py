@@ -24,6 +24,8 @@ DECAY, FORGET = 0.97, 0.995
 NEAR = 1.5
 # Rounds that a price is made of which is remembered.
 ENOUGH_ROUNDS = 8
+# Rounds of a shape after which what its first one took is to be repaid.
+REPAID_AFTER = 16
 # Expected gain, as a share of a plain round, below which guesses are left out.
 WORTHWHILE = 0.02
 # A lane that runs ahead misses a call when it stops to feed guesses: they must be worth more.
@@ -40,6 +42,8 @@ class RoundCosts:
 
     def __init__(self) -> None:
         self._plain: dict[int, Mean] = {}  # by lanes
+        self._met: set[tuple[int, int]] = set()  # lanes and rows of rounds that there were
+        self._compiling = Mean(DECAY)  # what the first round of a shape takes more, in plain ones
         self._sums = [0.0] * 5  # of rows^2, rows * lengths, lengths^2, rows * over, lengths * over
 
     def plain(self, lanes: int) -> float:
@@ -56,8 +60,13 @@ class RoundCosts:
         return {n: mean.value for n, mean in self._plain.items() if mean.weight >= ENOUGH_ROUNDS}
 
     def observe(self, lanes: int, rows: int, lengths: int, seconds: float) -> None:
-        """A round took so long."""
-        if rows == lanes:
+        """A round took so long. The first of a shape may compile, which has a price of its own."""
+        if (lanes, rows) not in self._met:
+            if rows > lanes and self.plain(lanes):
+                over = seconds / self.plain(lanes) - self.cost(lanes, rows, lengths)
+                self._compiling.add(max(0.0, over))
+            self._met.add((lanes, rows))
+        elif rows == lanes:
             self._plain.setdefault(lanes, Mean(DECAY)).add(seconds)
         elif self.plain(lanes):
             more, kinds = rows / lanes - 1, lengths - 1
@@ -86,7 +95,11 @@ class RoundCosts:
     def cost(self, lanes: int, rows: int, lengths: int) -> float:
         """Of a round, in plain ones."""
         row, length = self.prices()
-        return 1 + row * (rows / lanes - 1) + length * (lengths - 1)
+        return 1 + row * (rows / lanes - 1) + length * (lengths - 1) + self.first(lanes, rows)
+
+    def first(self, lanes: int, rows: int) -> float:
+        """What a round costs more, in plain ones, because there was none of so many rows yet."""
+        return 0.0 if (lanes, rows) in self._met else self._compiling.value / REPAID_AFTER
 
 
 def share(
@@ -118,7 +131,7 @@ def is_worth_stopping(costs: RoundCosts, lanes: int, chances: Sequence[float]) -
     """Whether a lane that runs ahead should stop, and feed guesses with these chances."""
     row, length = costs.prices()
     gain, most = -MISSED - lanes * length, 0.0
-    for chance in chances:
+    for k, chance in enumerate(chances, 1):
         gain += chance - row  # a row costs the round's share of what all lanes make in it
-        most = max(most, gain)
+        most = max(most, gain - lanes * costs.first(lanes, lanes + k))
     return most > WORTHWHILE * lanes
