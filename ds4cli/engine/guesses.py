@@ -199,8 +199,8 @@ class Guesses:
             turn.offer = lane.session.hope(lane.left) if self._shares_out(lane.session) else None
             if turn.offer is not None:
                 kinds.setdefault(turn.part.name, []).append(turn)
-        for name, asker in self._askers.items():
-            asker.asking.length *= name in kinds
+        for name in self._askers.keys() - kinds:
+            self._askers[name].asking.length = 0
         for turns in kinds.values():
             asker, hopes = self._asker(turns[0].part), [turn.hopes for turn in turns]
             new = asker.new(turns)
@@ -225,6 +225,7 @@ class Guesses:
 
     def _asker(self, part: Drafter) -> _Asker:
         if part.name not in self._askers:
+            self.interrupt()  # a head or a model is armed for lanes, which takes calls of it
             self._askers[part.name] = _Asker(part, self._warn)
         return self._askers[part.name]
 
