@@ -699,6 +699,7 @@ NONSENSE = [
     ({"rope_theta": float("inf")}, "rope_theta"),
     ({"rope_scaling": {**YARN, "factor": 0}}, "factor"),
     ({"rope_scaling": {**YARN, "attention_factor": 2.5}}, "attention_factor"),
+    ({"rope_scaling": {**YARN, "truncate": False}}, "truncate"),
     ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
     ({"num_hidden_layers": 0}, "num_hidden_layers"),
     ({"num_hidden_layers": 100_000}, "num_hidden_layers"),
@@ -734,6 +735,38 @@ def test_a_field_that_nobody_knows_is_named(target, tmp_path):
     for known, _ in CASES.values():
         kind = named(parts(known)[0])
         assert HeadSource(kind, "h", tmp_path, known).notices == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rope_scaling": {**YARN, "beta_fast": 32, "low_freq_factor": 1.0}}, ["low_freq_factor"]),
+        ({"rope_scaling": {"type": "default", "rope_theta": 5.0, "twist": 3}}, ["twist"]),
+        ({"rope_scaling": {**YARN, "b": 1, "a": 2}}, ["a", "b"]),
+        ({"rope_scaling": {**YARN, "mrope_section": [8, 8, 8], "truncate": True}}, []),
+    ],
+)
+def test_a_field_inside_a_table_is_named(changes, said, tmp_path):
+    """A rotation that is other than the file says, because one of its numbers has another name."""
+    eagle = {"model_type": "llama", **LAYERS, **changes}
+    for kind, config in (("dspark", {**DSPARK, **changes}), ("eagle3", eagle)):
+        fields = HeadSource(named(kind), "h", tmp_path, config)
+        names = ", ".join(f"`rope_scaling.{field}`" for field in said)
+        wanted = [f"the head `h` has fields that are ignored: {names}"] if said else []
+        assert fields.notices == wanted
+
+
+def test_other_tables_are_looked_into(tmp_path):
+    """How guesses are asked for, in a file of speculators; one of two ways to rotate."""
+
+    def ignored(**changes):
+        return named("dspark").part("unknown_fields")({**DSPARK, **changes})
+
+    methods = {"proposal_methods": [{"speculative_tokens": 3}], "algorithm": "dspark", "tree": 2}
+    assert ignored(speculators_config=methods) == ["speculators_config.tree"]
+    plain = {"rope_type": "default", "rope_theta": 1e6}
+    assert ignored(rope_parameters=plain, rope_scaling=YARN) == ["rope_scaling"]
+    assert ignored(rope_parameters=YARN, rope_scaling=YARN) == []
 
 
 def test_a_usual_attention_factor_is_no_reason_to_refuse():

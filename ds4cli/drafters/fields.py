@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ds4cli.errors import UsageError
@@ -42,6 +42,25 @@ KNOWN = (
     "partial_rotary_factor", "pretraining_tp", "router_aux_loss_coef",
     "shared_expert_intermediate_size", "mlp_bias",
 )  # fmt: skip
+# The same of tables in a config: how positions are rotated, by its kind, and how guesses are asked
+# for. Of other tables nothing is read, and nothing in them changes a guess.
+ROTATED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    ),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
+        "mscale_all_dim", "attention_factor", "truncate",
+    ),
+}  # fmt: skip
+# Sections tell the axes of an image apart; a text is rotated as if there were none.
+ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section",
+        "mrope_interleaved")  # fmt: skip
+# Where a config says how positions are rotated: the first that says anything is followed.
+ROPES = ("rope_parameters", "rope_scaling")
+SPECULATORS = ("algorithm", "default_proposal_method", "proposal_methods", "verifier")
 
 
 class Fields:
@@ -141,12 +160,12 @@ def check_taps(taps: Sequence[int], layers: int | None, name: str) -> None:
 def rope(flat: Fields) -> dict[str, Any]:
     """How positions are rotated: the whole of each head. A `partial_rotary_factor` was copied from
     the target and is not used by the trainers' blocks."""
-    stated = nested(flat.fields, "rope_parameters", flat.name)
-    stated = stated or nested(flat.fields, "rope_scaling", flat.name)
+    first, second = (nested(flat.fields, key, flat.name) for key in ROPES)
+    stated = first or second
     if any(isinstance(value, Mapping) for value in stated.values()):
         raise flat.refuse("rope_parameters", "one for each kind of layer")
-    kind = stated.get("rope_type") or stated.get("type") or "default"
-    if kind not in ("default", "linear", "llama3", "yarn"):
+    kind = _rotation(stated)
+    if kind not in ROTATED:
         raise flat.refuse("rope_type", kind)
     theta = stated.get("rope_theta", flat.get("rope_theta", 10000.0))
     theta = flat.positive("rope_theta", theta, most=1e15)
@@ -154,6 +173,8 @@ def rope(flat: Fields) -> dict[str, Any]:
         return {"rope_theta": theta}
     factor = flat.positive("factor", stated.get("factor"), most=1e6)
     scaling = {key: value for key, value in stated.items() if key != "partial_rotary_factor"}
+    if kind == "yarn" and not stated.get("truncate", True):
+        raise flat.refuse("truncate", False)
     if kind == "yarn" and stated.get("attention_factor") is not None:
         usual = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
         if abs(flat.positive("attention_factor", stated["attention_factor"], 1e6) - usual) > 1e-6:
@@ -180,6 +201,28 @@ def windows(flat: Fields, layers: int) -> tuple[int | None, ...]:
 
 
 def unknown_in(fields: Mapping[str, Any], more: Iterable[str]) -> list[str]:
-    """The fields that are neither `KNOWN` nor among `more`."""
+    """The fields that are neither `KNOWN` nor among `more`; those in a table as `table.field`."""
     known = {*KNOWN, *more}
-    return sorted(key for key in fields if key not in known and not key.startswith("_"))
+    found = [key for key in fields if key not in known and not key.startswith("_")]
+    return sorted([*found, *_unknown_inside(fields)])
+
+
+def _unknown_inside(fields: Mapping[str, Any]) -> Iterator[str]:
+    used, other = (_table(fields, name) for name in ROPES)
+    known = {"speculators_config": SPECULATORS}
+    for name in ROPES:
+        known[name] = (*ROPE, *ROTATED.get(_rotation(_table(fields, name)), ()))
+    if used and other and used != other:
+        del known[ROPES[1]]
+        yield ROPES[1]  # as a whole: the first is followed
+    for name, inside in known.items():
+        yield from (f"{name}.{key}" for key in _table(fields, name) if key not in inside)
+
+
+def _table(fields: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = fields.get(key)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _rotation(stated: Mapping[str, Any]) -> str:
+    return str(stated.get("rope_type") or stated.get("type") or "default")
