@@ -278,9 +278,9 @@ def harder_cases():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_free", [True, False], ids=["free", "costly"])
-def test_few_of_the_harder_cases_cost_more_than_5_percent(is_free):
-    """Short bursts and price cliffs on every machine: what is learnt in the first few hundred
-    tokens is partly luck, so that a few runs are worse than 5 %, but no more."""
+def test_none_of_the_harder_cases_costs_more_than_5_percent(is_free):
+    """Short bursts and price cliffs on every machine. The chance of each later guess was learnt by
+    itself, from a handful of tries: bad luck with the fifth one parked all behind it, for good."""
     regrets = []
     for machine, right, learning, until in harder_cases():
         for seed in (0, 1):
@@ -295,8 +295,7 @@ def test_few_of_the_harder_cases_cost_more_than_5_percent(is_free):
 
             fixed = min(run(lambda c, k=k: lambda end: c.fixed(end, k)) for k in (*FIXED, 15))
             regrets.append(run(ours) / fixed - 1)
-    worse = sum(regret > 0.05 for regret in regrets)
-    assert worse <= 0.05 * len(regrets)
+    assert max(regrets) <= 0.05
     assert sum(max(0.0, regret) for regret in regrets) < 0.01 * len(regrets)
 
 
@@ -500,6 +499,18 @@ def test_chances_follow_what_is_seen():
         chances.learn(4, 0 if rng.random() < 0.5 else 4)
     alive = list(chances.survival())
     assert abs(alive[0] - 0.5) < 0.2 and alive[3] > 0.8 * alive[0]
+
+
+@pytest.mark.parametrize("row", [0.02, 0.4], ids=["cheap rows", "dear rows"])
+@pytest.mark.parametrize("guess", [0.2, 0.3])
+def test_a_draft_model_that_is_never_right_takes_3_percent_of_a_short_reply(guess, row):
+    """On a GPU a small model takes a good part of a step for each guess, and one fed row alike:
+    before it was timed nine guesses at a time were asked for, as if they were free. Counted: what
+    256 tokens cost with it, in plain ones."""
+    for start, seed in ((0.0, 0), (0.3, 1), (0.3, 2)):
+        model = Guesser(lambda _: 0.0, is_free=False, seed=seed)
+        c = Clock(lambda rows: 1 + (rows > 1) * row + 0.03 * (rows - 1), model, start, guess, seed)
+        assert c.run(257, c.controller()).seconds <= 256 / 0.97
 
 
 @pytest.mark.parametrize("is_free", [True, False], ids=["free", "costly"])

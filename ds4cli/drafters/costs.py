@@ -54,6 +54,10 @@ ASSUMED_WEIGHT, MEASURED_WEIGHT = 0.5, 2.0
 # How much a measurement still counts after one more of its kind, or one more block.
 PLAIN_DECAY, COST_DECAY = 0.95, 0.99
 ORIGIN_WEIGHT = 0.25
+# What a draft is taken to cost before one was timed, in plain tokens: a guess of a model that makes
+# them one by one, and all of one that makes them at once. Many guesses that are thought to be free
+# are what a text that cannot be guessed pays most for.
+ASSUMED_GUESS, ASSUMED_DRAFT = 0.3, 0.6
 # A drafter's first drafts, which are not timed: on a GPU they may compile kernels for seconds.
 COMPILING = 2
 # What a file calls the prices of calls for several texts.
@@ -423,6 +427,13 @@ class DraftTimes:
         each = (self._xy - n * x * y) / (self._xx - n * x * x)
         each = min(max(each, 0.0), y / x)
         self.line = (y / x, 0.0) if self._at_once else (y - each * x, each)
+
+    def prices(self, plain: float) -> tuple[float, float]:
+        """What a draft takes, and each guess of it, in plain tokens of so many seconds."""
+        fixed, each = self.line
+        if plain and (fixed or each):
+            return fixed / plain, each / plain
+        return (ASSUMED_DRAFT, 0.0) if self._at_once else (0.0, ASSUMED_GUESS)
 
     def seconds(self, length: int) -> float:
         """Expected for a draft of `length`."""

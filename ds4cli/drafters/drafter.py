@@ -34,6 +34,11 @@ class Drafter:
     taps: tuple[int, ...] = ()
 
     @property
+    def probed(self) -> int:
+        """Guesses that show whether it is any good now, where each takes time."""
+        return self.worth_trying if self.drafts_at_once else 1
+
+    @property
     def parts(self) -> tuple[Drafter, ...]:
         """The drafters that this one is made of, free ones first."""
         return (self,)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -27,19 +27,20 @@ CHANCE_DECAY = 0.98
 OPTIMISM = 0.7
 # Share of the time spent on trying a costly drafter that does not pay: less after each try in vain.
 MOST_PROBING, LEAST_PROBING, LESS_PROBING = 0.02, 0.002, 0.9
+# Blocks that a costly drafter which does not pay is not even valued for, at most: until it is tried
+# again nothing is learnt of it.
+MOST_ASLEEP = 4
 # How much the luck of a guess still counts after the next one, where cold, warm, hot begin, and
 # for how many tokens it is remembered: a drafter that is not asked has no luck that could change.
-HEAT_DECAY = 0.8
-HEATS = (0.4, 0.75)
+HEAT_DECAY = 0.7
+HEATS = (0.4, 0.7)
 HEAT_TOKENS = 16
 # What trying may cost at most, in plain tokens, where guesses were right of late.
 MOST_CREDIT = 5.0
-# Tries that the chance assumed of a first guess counts for, and that of the guess before for a
-# later one.
-ASSUMED_WEIGHT, LATER_WEIGHT = 2.0, 16.0
-# Expected gain, in tokens a block, below which plain decoding is kept: less is within the noise.
-WORTHWHILE = 0.02
-ENOUGH_TRIES = 6
+# Tries that the chance assumed of a first guess counts for, that of the first for all later ones
+# together, and theirs for each of them: what is seen of one length alone is mostly luck.
+ASSUMED_WEIGHT, FIRST_WEIGHT, LATER_WEIGHT = 2.0, 4.0, 8.0
+ENOUGH_TRIES = 4
 # A guess is likely right from here on; such guesses that are passed over until one is tried.
 LIKELY = 0.5
 FIRST_TRIAL = 24
@@ -134,7 +135,7 @@ class DraftPolicy:
                 place = self._known.place(part, region, len(tokens))
                 sure = part.confidence
                 self._watch(tokens, drafts, place, place.about(sure, False))
-                alive = list(place.sure(sure).survival(len(drafts)))
+                alive = place.sure(sure).survival(len(drafts))
                 if sum(alive) > sum(best[1]):
                     best, self.source = (drafts[: len(alive)], alive), part.name
         return best
@@ -197,6 +198,7 @@ class DraftPolicy:
             if offer is not None:
                 offers.append(offer)
         if not offers:
+            self.parked += not drafter.is_free  # a costly part rests
             return None
         self._tempted = True
         best = offers[0] if len(offers) == 1 else max(offers, key=attrgetter("gain"))
@@ -243,15 +245,19 @@ class DraftPolicy:
         )
 
     def _offer(self, part: Drafter, tokens: Sequence[int], room: int, region: str) -> Offer | None:
-        """What a part has to offer: a free one is asked, of a costly one all is expectation."""
+        """What a part has to offer: a free one is asked, of a costly one all is expectation. None:
+        it has no guess, or rests."""
         place = self._known.place(part, region, len(tokens))
-        room = int(min(room, part.max_drafts))
+        if place.asleep and self.chooses:
+            place.asleep -= 1
+            return None
+        if room > part.max_drafts:
+            room = int(part.max_drafts)
         if not self.costs.is_measured and self.chooses:
             room = min(room, part.worth_trying)
         if not part.is_free:
-            fixed, each = place.times.line
-            plain = self.costs.plain.value or 1.0
-            offer = Offer(part, place, place.chances, None, fixed / plain, each / plain)
+            fixed, each = place.times.prices(self.costs.plain.value)
+            offer = Offer(part, place, place.chances, None, fixed, each)
             return self._valued(offer, room)
         drafts = part.propose(tokens, room)
         if not drafts:
@@ -275,7 +281,7 @@ class DraftPolicy:
         in tokens. fixed, each: what a draft, and each guess of it, takes still, in plain tokens."""
         prices, rate = self.costs.prices, self.costs.rate
         fixed, each, left = rate * (fixed - 1), rate * each, most
-        best, best_gain, kept = 0, WORTHWHILE, 0.0
+        best, best_gain, kept = 0, 0.0, 0.0
         for k, alive in enumerate(chances.survival(most), 1):
             left -= 1
             kept += alive
@@ -287,16 +293,19 @@ class DraftPolicy:
         return best, best_gain
 
     def _due_probe(self, offers: list[Offer], room: int, forgone: float = 0.0) -> Offer | None:
-        """Now and then a few guesses of a costly part that did not pay, or that another one beat,
+        """Now and then a guess of a costly part that did not pay, or that another one beat,
         which would gain `forgone` tokens: ever more rarely."""
         for offer in offers if self.costs.known else ():
             if offer.drafts is not None:
                 continue
-            k = offer.part.worth_trying
+            k = offer.part.probed
             price = self.costs.prices[k] - 1 + offer.fixed + k * offer.each
-            if offer.place.is_probe_due(price + forgone / self.costs.rate):
+            price += forgone / self.costs.rate
+            if offer.place.is_probe_due(price):
                 offer.k, offer.is_probe = min(k, room), True
                 return offer
+            if not offer.k:
+                offer.place.sleep(price)
         return None
 
     def give(self, offer: Offer, tokens: Sequence[int], said: list[int] | None = None) -> list[int]:
@@ -383,7 +392,7 @@ class _Place:
     Text comes in stretches that can be guessed and others that cannot. A drafter that says how sure
     it is sees them itself; for others the luck of the last few guesses does, and of the very last.
     So chances are kept by either. all: of any proposal. times: what its drafts take, in any text.
-    heat_pos: where its luck was last seen.
+    heat_pos: where its luck was last seen. asleep: blocks that it is not valued for.
     """
 
     def __init__(self, chances: Chances, times: DraftTimes):
@@ -394,6 +403,7 @@ class _Place:
         self._was_right = False
         self.heat_pos = 0
         self._credit, self._share = 0.0, MOST_PROBING
+        self.asleep = 0
 
     @property
     def chances(self) -> Chances:
@@ -441,7 +451,7 @@ class _Place:
 
     def move(self) -> None:
         """The session went elsewhere."""
-        self._heat, self.heat_pos = None, 0
+        self._heat, self.heat_pos, self.asleep = None, 0, 0
 
     def rest(self) -> None:
         """It pays: there is nothing to find out."""
@@ -451,6 +461,11 @@ class _Place:
         """Asked once a block. price: what a probe costs, in plain tokens."""
         self._credit += self._share
         return self._credit >= price
+
+    def sleep(self, price: float) -> None:
+        """Until such a probe is due, or for `MOST_ASLEEP` blocks."""
+        self.asleep = min(MOST_ASLEEP, int((price - self._credit) / self._share))
+        self._credit += self.asleep * self._share
 
     def begin_probe(self) -> None:
         self._credit, self._share = 0.0, max(LEAST_PROBING, LESS_PROBING * self._share)
@@ -510,6 +525,7 @@ class Chances:
         self._right: list[float] = []
         self._tried: list[float] = []
         self._first: float | None = None  # what `first` found
+        self._alive: list[float] | None = None  # and `survival`
 
     def fresh(self) -> Chances:
         """One of which nothing is known but this."""
@@ -523,7 +539,7 @@ class Chances:
     def learn(self, proposed: int, right: int) -> None:
         """Of `proposed` guesses the first `right` were right."""
         rights, tries = self._right, self._tried
-        tried, self._first = min(right + 1, proposed), None
+        tried, self._first, self._alive = min(right + 1, proposed), None, None
         for i in range(min(tried, len(tries))):
             tries[i] = tries[i] * CHANCE_DECAY + 1
             rights[i] = rights[i] * CHANCE_DECAY + (i < right)
@@ -531,29 +547,28 @@ class Chances:
             tries.append(1.0)
             rights.append(float(i < right))
 
-    def survival(self, most: int = MAX_BLOCK_TOKENS) -> Iterator[float]:
-        """Chance that guess 1 is kept, guesses 1 and 2, ...; no further than it matters.
+    def survival(self, most: int = MAX_BLOCK_TOKENS) -> list[float]:
+        """Chance that guess 1 is kept, guesses 1 and 2, ...; no further than it matters."""
+        if self._alive is None:
+            self._alive = self._survival()
+        return self._alive[:most]
 
-        A guess of which little was seen is taken to be like the one before it, one of which nothing
-        was seen like all later ones.
-        """
+    def _survival(self) -> list[float]:
+        """Each guess counts for itself, and as one of all later ones."""
         rights, tries = self._right, self._tried
         product = chance = self.first
-        yield product
-        for i in range(1, min(most, len(tries))):
-            chance = (rights[i] + LATER_WEIGHT * chance) / (tries[i] + LATER_WEIGHT)
-            product *= chance
-            yield product
+        alive = [product]
+        right, tried = sum(rights[1:]), sum(tries[1:])
+        later = (right + FIRST_WEIGHT * chance) / (tried + FIRST_WEIGHT)
+        for i in range(1, MAX_BLOCK_TOKENS):
             if product < HARDLY:
-                return
-        if len(tries) < most:
-            right, tried = sum(rights[1:]), sum(tries[1:])
-            chance = (right + LATER_WEIGHT * chance) / (tried + LATER_WEIGHT)
-            for _ in range(max(1, len(tries)), most):
-                if product < HARDLY:
-                    return
-                product *= chance
-                yield product
+                break
+            chance = later
+            if i < len(tries):
+                chance = (rights[i] + LATER_WEIGHT * later) / (tries[i] + LATER_WEIGHT)
+            product *= chance
+            alive.append(product)
+        return alive
 
     @property
     def first(self) -> float:
