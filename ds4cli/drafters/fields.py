@@ -209,7 +209,7 @@ def unknown_in(fields: Mapping[str, Any], more: Iterable[str]) -> list[str]:
 
 def _unknown_inside(fields: Mapping[str, Any]) -> Iterator[str]:
     used, other = (_table(fields, name) for name in ROPES)
-    known = {"speculators_config": SPECULATORS}
+    known: dict[str, tuple[str, ...]] = {"speculators_config": SPECULATORS}
     for name in ROPES:
         known[name] = (*ROPE, *ROTATED.get(_rotation(_table(fields, name)), ()))
     if used and other and used != other:
