@@ -51,7 +51,24 @@ def test_the_usual_continuation_is_taken_and_cut_where_texts_part():
     start = noise(6)
     corpus = taught(*[[*start, 1, 2, n, n] for n in range(10, 20)], [*start, 3, 3, 3])
     ends, length = corpus.match(start)
-    assert length == 6 and corpus.continued(ends, 8) == [1, 2]
+    assert length == 6 and corpus.continued(ends, 8, 0.3) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("row_price", "taken"),
+    [(0.95, []), (0.8, [1]), (0.6, [1, 2]), (0.3, [1, 2]), (0.2, [1, 2, 7]), (0.0, [1, 2, 7, 8])],
+)
+def test_a_continuation_ends_where_it_is_less_likely_than_a_row_costs(row_price, taken):
+    """Guards: rows fed for guesses that cannot pay, and guesses left out where rows are cheap: the
+    shares here are 9 of 10, 7 of 9, 2 of 7, 1 of 2, and only their product counts."""
+    texts = [[1, 2, 7, 8], [1, 2, 7, 9], [1, 2, 3], [1, 2, 4], [1, 2, 5], [1, 2, 6], [1, 2]]
+    texts += [[1, 0], [1, 0], [0]]
+    tokens, ends = [], []
+    for text in texts:
+        ends.append(len(tokens))
+        tokens += [*text, corpora.BETWEEN]
+    assert corpora.continuation(tokens, ends, 9, row_price) == taken
+    assert corpora.continuation(tokens, ends, 1, row_price) == taken[:1]
 
 
 def test_texts_do_not_run_into_each_other():
@@ -59,7 +76,7 @@ def test_texts_do_not_run_into_each_other():
     start = noise(6)
     corpus = taught([*start, 1, 2], noise(30, 4))
     ends, _ = corpus.match(start)
-    assert corpus.continued(ends, 9) == [1, 2]
+    assert corpus.continued(ends, 9, 0.3) == [1, 2]
     assert corpus.match([*start[3:], 1]) == ([7], 4)
 
 
@@ -71,7 +88,7 @@ def test_it_is_bounded_and_keeps_the_newest(monkeypatch):
         corpus.add(noise(50, seed))
     assert len(corpus) <= 400 and len(corpus._links._previous) == len(corpus)
     ends, _ = corpus.match(noise(50, 39)[:8])
-    assert corpus.continued(ends, 10) == noise(50, 39)[8:18]
+    assert corpus.continued(ends, 10, 0.3) == noise(50, 39)[8:18]
     assert corpus.match(noise(50, 0)[:8]) == ([], 0)
 
 
@@ -87,7 +104,7 @@ def test_nothing_is_on_disk_unless_a_file_is_named(tmp_path, monkeypatch):
     corpus.finish()  # as at the end of the process
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     ends, _ = Corpus.kept(path, "model").match(text[:8])
-    assert corpus.continued(ends, 5) == text[8:13]
+    assert corpus.continued(ends, 5, 0.3) == text[8:13]
 
 
 def test_a_line_that_was_cut_off_costs_that_line(tmp_path):

@@ -28,8 +28,6 @@ MOST_TOKENS = 1 << 17  # some 15 MB with the index
 # Tokens that two texts must share before one is continued with the other.
 ORDER = 4
 MAX_CANDIDATES = 16
-# Texts are continued while it is at least so likely, by the counts, that they all go on like this.
-LEAST_CHANCE = 0.3
 BETWEEN = -1  # no token
 
 
@@ -123,21 +121,10 @@ class Corpus:
         pairs = zip(ends, lengths, strict=True)
         return [end for end, length in pairs if length == longest], longest
 
-    def continued(self, ends: list[int], n: int) -> list[int]:
-        """At most n tokens after these places: the most frequent ones, while the texts agree."""
-        out: list[int] = []
-        ours, chance = self._tokens, 1.0
-        while len(out) < n:
-            ends = [end for end in ends if end < len(ours) and ours[end] != BETWEEN]
-            if not ends:
-                break
-            token, count = Counter(ours[end] for end in ends).most_common(1)[0]
-            chance *= count / len(ends)
-            if chance < LEAST_CHANCE:
-                break
-            out.append(token)
-            ends = [end + 1 for end in ends if ours[end] == token]
-        return out
+    def continued(self, ends: list[int], n: int, row_price: float) -> list[int]:
+        """At most n tokens after these places: the most frequent ones, while it is likelier than a
+        row's price, by the counts, that a text goes on like this."""
+        return continuation(self._tokens, ends, n, row_price)
 
     # -- on disk -----------------------------------------------------------------------------------
 
@@ -148,6 +135,24 @@ class Corpus:
         except OSError as error:
             self._path = None
             self.notices.append(f"nothing more is kept in `{path}`: {error.strerror}")
+
+
+def continuation(tokens: Sequence[int], ends: list[int], n: int, row_price: float) -> list[int]:
+    """At most n of `tokens`: what most often follows `ends`, after that what most often follows
+    there, ..., while the product of their shares is not below `row_price`, in tokens."""
+    out: list[int] = []
+    chance = 1.0
+    while len(out) < n:
+        ends = [end for end in ends if end < len(tokens) and tokens[end] != BETWEEN]
+        if not ends:
+            break
+        token, count = Counter(tokens[end] for end in ends).most_common(1)[0]
+        chance *= count / len(ends)
+        if chance < row_price:
+            break
+        out.append(token)
+        ends = [end + 1 for end in ends if tokens[end] == token]
+    return out
 
 
 def _read(path: Path, model: str) -> list[list[int]]:

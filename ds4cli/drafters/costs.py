@@ -304,6 +304,11 @@ class CallCosts:
         self.prices = self._curve()
 
     @property
+    def row_price(self) -> float:
+        """Of one row more, over all sizes, in the tokens that are made in that time anyway."""
+        return self.rate * (self.prices[-1] - self.prices[0]) / (MAX_BLOCK_TOKENS - 1)
+
+    @property
     def known(self) -> bool:
         """Whether plain decoding was timed: nothing can be said to pay before."""
         return self.plain.weight > 0

@@ -21,7 +21,8 @@ class Drafter:
     taps: layers of the target whose residual stream it observes.
     assumed_chance, worth_trying: how likely its first guess is kept, and how many guesses are worth
     trying, before anything was seen. drafts_at_once: a long draft takes no longer than a short one.
-    max_drafts: the most guesses it ever gives.
+    max_drafts: the most guesses it ever gives. row_price: what one more row of a call costs, in
+    tokens, if a policy knows it: a guess that is surely less likely need not be made.
     """
 
     name = "none"
@@ -31,6 +32,7 @@ class Drafter:
     worth_trying = 2
     drafts_at_once = False
     max_drafts: float = math.inf
+    row_price = 0.3
     taps: tuple[int, ...] = ()
 
     @property

@@ -43,7 +43,8 @@ class Links:
 
     def earlier(self) -> list[int]:
         """Places that end like the text that is linked does, the most recent first."""
-        return self._back_from(self._previous[-1])
+        end = self._previous[-1]
+        return self._back_from(end) if end else []
 
     def _back_from(self, end: int) -> list[int]:
         found: list[int] = []

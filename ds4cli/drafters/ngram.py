@@ -47,10 +47,10 @@ class NgramDrafter(Drafter):
             ends, length = self._corpus.match(tokens)
             if length > self.confidence:
                 self.confidence = length
-                return self._corpus.continued(ends, n)
+                return self._corpus.continued(ends, n, self.row_price)
         # Over real text a chance match of one token rarely goes on for two, one of three often for
         # ten and more.
-        return _copy(tokens, end, min(n, 2 * self.confidence**2))
+        return _copy(tokens, end, min(n, 2 * self.confidence**2)) if end else []
 
     def teach(self) -> None:
         """Add to the corpus what is new in this text."""
@@ -82,7 +82,7 @@ class NgramDrafter(Drafter):
     def _index(self, tokens: Sequence[int]) -> None:
         known = len(self._tokens)
         tail = known - CHECKED_TAIL if known > CHECKED_TAIL else 0
-        if list(tokens[tail:known]) != self._tokens[tail:]:
+        if tokens[tail:known] != self._tokens[tail:]:
             self.rewind(common_prefix(self._tokens, list(tokens)))
             known = len(self._tokens)
         self._tokens += tokens[known:]

@@ -167,7 +167,8 @@ class DraftPolicy:
 
     def observe_plain(self, seconds: float, *, first: bool = False, last: bool = False) -> None:
         """A block without guesses; first, last: those that begin and end a run ahead."""
-        self._count(1)
+        self._next_size += 1
+        self._blocks += 1
         self.costs.observe_plain(seconds, first=first, last=last)
 
     def _count(self, kept: int) -> None:
@@ -259,11 +260,16 @@ class DraftPolicy:
             fixed, each = place.times.prices(self.costs.plain.value)
             offer = Offer(part, place, place.chances, None, fixed, each)
             return self._valued(offer, room)
+        if self.chooses:
+            part.row_price = self.costs.row_price
         drafts = part.propose(tokens, room)
         if not drafts:
             return None
-        chances = place.sure(part.confidence)
-        self._watch(tokens, drafts, place, place.about(part.confidence, False))
+        sure = part.confidence
+        chances = place.sure(sure)
+        if len(self._open) < MAX_OPEN:
+            told = [place.all, chances] if sure else place.about(0, False)
+            self._open.append(_Proposal(len(tokens), drafts, None if sure else place, told))
         return self._valued(Offer(part, place, chances, drafts), len(drafts))
 
     def _valued(self, offer: Offer, most: int) -> Offer:
@@ -282,6 +288,8 @@ class DraftPolicy:
         prices, rate = self.costs.prices, self.costs.rate
         fixed, each, left = rate * (fixed - 1), rate * each, most
         best, best_gain, kept = 0, 0.0, 0.0
+        if most * chances.first <= rate * prices[1] + fixed + each:
+            return 0, 0.0  # not even if all the others were kept and free
         for k, alive in enumerate(chances.survival(most), 1):
             left -= 1
             kept += alive
@@ -289,7 +297,7 @@ class DraftPolicy:
             if gain > best_gain:
                 best, best_gain = k, gain
             if gain + alive * left <= best_gain or not left:
-                break  # not even if all the others were kept and free
+                break
         return best, best_gain
 
     def _due_probe(self, offers: list[Offer], room: int, forgone: float = 0.0) -> Offer | None:
@@ -425,7 +433,8 @@ class _Place:
         """Of proposals that are about as sure as this."""
         if not confidence:
             return self.chances
-        return self._by_confidence[min(confidence.bit_length(), MOST_BITS)]
+        bits = confidence.bit_length()
+        return self._by_confidence[bits if bits < MOST_BITS else MOST_BITS]
 
     def about(self, confidence: int, was_asked: bool) -> list[Chances]:
         """What the outcome of such a proposal tells about. was_asked: for it, by its chances."""
@@ -490,25 +499,27 @@ class Offer:
 
 
 class _Proposal:
-    """Guesses for position `pos` on, and the chances that their outcome will tell about."""
+    """Guesses for position `pos` on, and the chances that their outcome will tell about. place:
+    whose luck they are; None for guesses that say themselves how sure they are."""
 
-    def __init__(self, pos: int, drafts: list[int], place: _Place, chances: list[Chances]):
+    def __init__(self, pos: int, drafts: list[int], place: _Place | None, chances: list[Chances]):
         self._pos, self._drafts, self._place, self._chances = pos, drafts, place, chances
         self._right = 0
 
     def settle(self, tokens: Sequence[int], worth: float) -> bool:
         """Learn the outcome; False while `tokens` do not show it. worth: as for `feel`."""
-        drafts, right, size = self._drafts, self._right, len(tokens) - self._pos
-        while right < len(drafts):
-            if right >= size:
-                self._right = right
+        drafts, pos, size, place = self._drafts, self._pos + self._right, len(tokens), self._place
+        for guess in drafts[self._right :]:
+            if pos >= size:
+                self._right = pos - self._pos
                 return False
-            pos = self._pos + right
-            is_right = tokens[pos] == drafts[right]
-            self._place.feel(pos, is_right, worth)
+            is_right = tokens[pos] == guess
+            if place is not None:
+                place.feel(pos, is_right, worth)
             if not is_right:
                 break
-            right += 1
+            pos += 1
+        right = pos - self._pos
         for chances in self._chances:
             chances.learn(len(drafts), right)
         return True
@@ -539,13 +550,13 @@ class Chances:
     def learn(self, proposed: int, right: int) -> None:
         """Of `proposed` guesses the first `right` were right."""
         rights, tries = self._right, self._tried
-        tried, self._first, self._alive = min(right + 1, proposed), None, None
-        for i in range(min(tried, len(tries))):
+        self._first = self._alive = None
+        for i in range(right + 1 if right < proposed else proposed):
+            if i == len(tries):
+                tries.append(0.0)
+                rights.append(0.0)
             tries[i] = tries[i] * CHANCE_DECAY + 1
             rights[i] = rights[i] * CHANCE_DECAY + (i < right)
-        for i in range(len(tries), tried):
-            tries.append(1.0)
-            rights.append(float(i < right))
 
     def survival(self, most: int = MAX_BLOCK_TOKENS) -> list[float]:
         """Chance that guess 1 is kept, guesses 1 and 2, ...; no further than it matters."""
