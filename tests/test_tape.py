@@ -7,6 +7,7 @@ import io
 import sys
 import threading
 from itertools import chain
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,8 +18,10 @@ from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from ds4cli.errors import ModelError
 from ds4cli.hooks import delta
+from ds4cli.tape import families
 from ds4cli.tape.check import self_check
-from ds4cli.tape.recorder import Recorder, arrays_caches
+from ds4cli.tape.families import leaf
+from ds4cli.tape.recorder import FAMILIES, Recorder, arrays_caches
 from ds4cli.tape.tape import Tape
 
 RECURRENT = [
@@ -457,6 +460,12 @@ def test_models_without_recurrent_caches_need_no_tape():
         feed(model, caches, BLOCK)
     assert tape.rows == 0
     assert self_check(model, recorder, lambda: make_prompt_cache(model)).difference == 0
+
+
+def test_every_family_is_listed():
+    """A recurrence in a file that nobody named, replayed module by module without a word."""
+    files = {path.stem for path in Path(families.__file__).parent.glob("*.py")} - {"__init__"}
+    assert files == {family.__name__.rpartition(".")[2] for family in (*FAMILIES, leaf)}
 
 
 @pytest.mark.parametrize("name", ["mamba2", "lfm2", "qwen3_5", "kimi_linear"])

@@ -32,7 +32,8 @@ class Projections:
     def __init__(self, model: nn.Module):
         output = parts.output(model)
         found = [] if output is None else [(output, "__call__")]
-        found += [(m, "as_linear") for m in model.modules() if hasattr(m, "as_linear")]
+        tied = (m for m in model.modules() if hasattr(m, "as_linear") and m is not output)
+        found += [(m, "as_linear") for m in tied]
         # A class of its own, as it was: whoever ends `only` gives that one back, in any order.
         self._modules = [(m, type(m), _slicing(type(m), method)) for m, method in found]
 

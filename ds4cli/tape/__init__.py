@@ -10,5 +10,5 @@ from the state before gives the state after n tokens without a model call.
     mx.eval(logits)
     slots = tape.replay(starts, rows)
 
-`families/` has one file per recurrence; a new one is added there and nowhere else.
+`families/` has one file per recurrence; a new one is added there, and listed in `recorder.py`.
 """
