@@ -246,6 +246,30 @@ def test_prompts_are_read_together_where_that_is_little_more():
     assert desk.read_together(alike) == 0
 
 
+def test_what_is_read_together():
+    """Guards: a prompt of which no token is left to read; what lines have in common read twice."""
+    desk = desk_of(4)
+    equal = [answer(checkpoints=[4]) for _ in range(2)]
+    assert desk.read_together(equal) and desk._reader.tokens == PROMPT[:-1]
+    assert desk._reader.timeline.checkpoints.has(4, "system")
+    assert desk.read_together([answer([*PROMPT, i]) for i in range(3)]), "it is there already"
+    # What the last two share beyond that is read once, one after the other.
+    tails = ([1], [2] * 8, [*[2] * 7, 3])
+    assert desk_of(4).read_together([answer([*PROMPT, *tail]) for tail in tails]) == 0
+    assert desk_of(4).read_together([answer([*PROMPT, *tail]) for tail in tails[:2]])
+
+
+def test_a_width_is_judged_by_the_tokens_of_its_rounds():
+    """Guards: tokens counted for another round, or those of the prompts."""
+    desk, seen = desk_of(2), []
+    desk._width.observe = lambda *told: seen.append(told)
+    first, _ = begin(desk, answer())
+    assert first.answer.finished == {}
+    begin(desk, answer(settings={"max_tokens": 3}))
+    finish(desk)
+    assert seen == [(2, 2, 1), (2, 2, 1), (1, 2, 1), (1, 1, 1), (0, 1, 1)], "left, made, s"
+
+
 def test_a_line_that_breaks_a_joint_reading_does_not_break_the_others():
     """One bad id ended the batch."""
     desk = desk_of(4)
