@@ -30,6 +30,7 @@ class Lanes:
     def __init__(self, engine, warn):
         self.calls, self.left, self.joined, self.is_apart, self.is_open = 0, [], [], False, True
         self.guesses = SimpleNamespace(timed=lambda: {2: 0.5})
+        self.warn = warn
         self.made.append(self)
 
     def join(self, session, **limits):
@@ -150,8 +151,11 @@ def test_a_stop_while_a_prompt_is_read():
 
 def test_several_at_a_time_are_branches(lanes):
     """Guards: lines that write over each other; more at a time than wanted; a call too many."""
-    desk = desk_of(3)
+    said = []
+    desk = desk_of(3, said)
     (group,) = lanes
+    group.warn("as it came")
+    assert said == ["as it came"]
     assert desk.lanes == 3
     choices = [begin(desk, answer([*PROMPT, i]))[0] for i in range(2)]
     assert desk.has_room([]) and not desk.has_room(choices[:1])
