@@ -603,12 +603,17 @@ def test_the_sequences_that_broke_other_tools(name):
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_on_cuda_the_next_call_of_a_prompt_is_built_while_one_runs(name, monkeypatch):
     """The card waited for the host at every call of a prompt, and each prompt's calls were of
-    lengths that nobody had met."""
-    waits, evaluate = [], Timeline.evaluate
+    lengths that nobody had met. No more than two run at once: each takes memory."""
+    waits, evaluate, run = [], Timeline.evaluate, mx.eval
 
     def noted(self, *arrays, wait=True):
         waits.append((len(self._now.open[-1].feed), wait))
         evaluate(self, *arrays, wait=wait)
+
+    def noted_row(*arrays):
+        if isinstance(arrays[0], mx.array) and arrays[0].shape == (V,):
+            waits.append("row before")
+        run(*arrays)
 
     monkeypatch.setattr(Timeline, "evaluate", noted)
     monkeypatch.setattr(timeline_module.attention, "CHUNK", 8)
@@ -617,7 +622,9 @@ def test_on_cuda_the_next_call_of_a_prompt_is_built_while_one_runs(name, monkeyp
     assert waits == [(13, True), (16, True), (16, True)]
     waits.clear()
     monkeypatch.setattr(timeline_module, "switch", SimpleNamespace(is_on=lambda: True))
+    monkeypatch.setattr(mx, "eval", noted_row)
     t = timeline(name, chunk=16, horizon=8)
     t.sync(prompt(45))
-    assert waits == [(16, False), (16, False), (13, True)]
+    assert waits == [(16, False), (16, False), "row before", (13, True), "row before"]
+    monkeypatch.undo()
     check(t)
