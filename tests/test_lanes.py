@@ -357,6 +357,21 @@ def test_lanes_of_a_batch_move_alone(name, arm):
     both.step((*STEPS[1], (0, 0)))
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])
+def test_a_call_with_guesses_after_others_is_undone(name, arm):
+    """What undoes it was of the call before: the lane stood rows before its own position."""
+    both = Together(name, arm(name))
+    for _ in range(2):
+        both.step(STEPS[1])
+        both.step(STEPS[1])
+        feed_together(both.timelines, [[5, 6], [7], [8, 9]], both.lanes)
+        for t in both.timelines:
+            t.abort()
+        both.check()
+    both.rewind(0, both.timelines[0].pos - 1)
+    both.step(STEPS[1])
+
+
 def test_a_lane_of_a_batch_can_be_undone_and_gone_on_from(arm):
     """A hold that was taken of a seat, kept while its cursor moved by itself."""
     both = Together("llama", arm("llama"))

@@ -51,7 +51,7 @@ class Table:
             arena.write(self.rows, self.columns, keys[:, :, 0], values[:, :, 0])
         for cache, n in zip(caches, self._sizes, strict=True):
             cache.at += n  # as its `offset` does, but that is a call a lane and layer
-            cache.seat.cursors = arena
+            cache.seat.cursors = object()
 
     @cached_property
     def rows(self) -> mx.array:
