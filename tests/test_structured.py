@@ -207,7 +207,7 @@ def test_what_a_grammar_forces_costs_no_call(drafting, monkeypatch):
     found = []
     for holds in (True, False):
         if not holds:
-            monkeypatch.setattr(Generation, "held", lambda self, feed, picks, *_: picks)
+            monkeypatch.setattr(Generation, "repicked", lambda self, feed, picks, *_: picks)
         session = drafting[1].session()
         session.sync(drafting[1].encode("Name a person, please."))
         guard = guard_of(drafting[1].tokenizer, wanted)
