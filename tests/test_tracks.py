@@ -308,3 +308,18 @@ def test_several_tapes_are_replayed_as_one_batch(monkeypatch):
             assert [[a.tolist() for a in s] for s in one] == [
                 [a.tolist() for a in s] for s in other
             ]
+
+
+def test_consecutive_tapes_are_replayed_without_being_joined():
+    calls = [tail(begin, end, 3, 3, False, 1) for begin, end in BOUNDS]
+    tapes = [
+        Tape([[[t], [Sums((column(TEXT[a:b]),))]]]) for t, (a, b) in zip(calls, BOUNDS, strict=True)
+    ]
+    assert Tape.along([], 0) is None and Tape.along(tapes[:1], 1) is tapes[0]
+    for n, rows in ((2, 2), (2, 3), (4, 5), (4, 8), (6, 10)):
+        tape = Tape.along(tapes[:n], rows)
+        assert tape.rows == rows
+        last, total = tape.replay([[None, None]], rows)[0]
+        assert numbers(last) == slot(rows, 3, False)
+        assert total.tolist() == [[sum(TEXT[:rows])] * 2]
+        assert tape._layers[0][1][0] is tapes[0]._layers[0][1][0]
