@@ -357,7 +357,7 @@ def test_a_drafter_is_told_what_a_row_costs(machine, low, high):
     c.run(100, c.controller())
     assert low <= c.drafter.row_price < high
     by_rule = Guesser(lambda _: 0.5)
-    DraftPolicy(Settings(reproducible=True)).draft(by_rule, range(9), ROOM)
+    fed(DraftPolicy(Settings(reproducible=True)), by_rule, range(9), ROOM)
     assert by_rule.row_price == Drafter.row_price  # what was timed decides nothing there
 
 
