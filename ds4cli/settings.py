@@ -277,7 +277,7 @@ class Settings:
         flags=("-np",),
         auto=True,
         valid=lambda v: 0 <= v <= 256,
-        wants="auto, or from 1 to 256",
+        wants="auto (or 0), or from 1 to 256",
     )
     rewind_mb: int = _setting(512, int, REWIND, "Memory for going back, in MB.", **_at_least(0))
     horizon_tokens: int = _setting(

@@ -45,6 +45,10 @@ class SafeConsole(Console):
         found = super().options
         return found if self.file.isatty() else found.update_width(PIPE_COLUMNS)
 
+    def print(self, *objects: Any, crop: bool = True, **options: Any) -> None:
+        """Print; only a screen has an edge."""
+        super().print(*objects, crop=crop and self.file.isatty(), **options)
+
     def render_str(self, text: str, **options: Any) -> Text:
         """Escaped before it is measured, so that tables stay in line."""
         return super().render_str(visible(text), **options)

@@ -30,6 +30,7 @@ class Script:
     """A reader with prepared messages."""
 
     was_interrupted = False
+    has_keys = False
 
     def __init__(self, *texts: str, is_interactive: bool = True):
         self.texts = list(texts)

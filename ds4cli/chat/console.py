@@ -231,7 +231,7 @@ class Chat:
         """What was kept, dropped and read, and how long it took."""
         read = report.replayed + report.prefilled
         parts = [
-            counted(len(self.line.turns), "turn"),
+            f"now {counted(len(self.line.turns), 'turn')}",
             f"{counted(report.discarded, 'token')} dropped",
             f"{read:,} read" + (" again" if read and not report.prefilled else ""),
             f"{1e3 * report.seconds:,.1f} ms",

@@ -52,11 +52,20 @@ def talk(chat: Chat) -> None:
     """Messages and commands until the end of input."""
     while not chat.is_over:
         try:
-            draft, chat.draft = chat.draft, ""
-            text = chat.reader.read(draft)
+            text = chat.reader.read(waiting(chat))
         except EOFError:
             return
         take(chat, text)
+
+
+def waiting(chat: Chat) -> str:
+    """The message that comes back into the line; what was typed meanwhile is no part of it, and
+    comes first."""
+    if chat.draft and chat.reader.has_keys:
+        chat.note("what you typed meanwhile comes first; your message waits for the next prompt")
+        return ""
+    draft, chat.draft = chat.draft, ""
+    return draft
 
 
 def take(chat: Chat, text: str) -> None:

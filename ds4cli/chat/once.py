@@ -35,6 +35,7 @@ class OneMessage:
 
     is_interactive = False
     was_interrupted = False
+    has_keys = False
 
     def lent(self) -> AbstractContextManager[None]:
         """There is no terminal to lend."""

@@ -65,6 +65,7 @@ class PipeReader:
 
     is_interactive = False
     was_interrupted = False
+    has_keys = False
 
     def __init__(self, stream: TextIO, single: bool = False):
         self._stream = stream.buffer
@@ -244,26 +245,23 @@ class TerminalReader:
         """While another program has the terminal."""
         return self._keys.lifted()
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether keys wait that were typed before there was a prompt."""
+        return bool(select.select([0], [], [], 0)[0])
+
     def _note_interrupt(self, *_: object) -> None:
         self.was_interrupted = True
 
     def read(self, default: str = "") -> str:
         """The next message. EOFError on Ctrl-D, Leave on Ctrl-C twice."""
         self.was_interrupted = False
-        if default and _is_typed():
-            default += "\n"
         while True:
             try:
                 return _clean(self._session.prompt(default=default, handle_sigint=False))
             except KeyboardInterrupt:
                 self._twice.press(self._session.default_buffer.text)
                 default = ""
-
-
-def _is_typed() -> bool:
-    """Whether keys wait that were typed before there was a prompt: they are no part of a message
-    that comes back into the line."""
-    return bool(select.select([0], [], [], 0)[0])
 
 
 def _clean(typed: str) -> str:
