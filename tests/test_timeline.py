@@ -628,3 +628,13 @@ def test_on_cuda_the_next_call_of_a_prompt_is_built_while_one_runs(name, monkeyp
     assert waits == [(16, False), (16, False), "row before", (13, True), "row before"]
     monkeypatch.undo()
     check(t)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "gemma3_text"])
+@pytest.mark.parametrize("mb", [0, 1])
+def test_a_session_without_horizon_may_have_any_budget(name, mb):
+    """`--horizon-tokens 0 --rewind-mb 0` divided by zero."""
+    t = timeline(name, horizon=0, mb=mb)
+    t.sync(prompt(40))
+    t.rewind(20)
+    check(t)

@@ -89,7 +89,7 @@ class _Kept(NamedTuple):
     def _spacing(self, limit: int, budget: int) -> int | None:
         """Rows from one checkpoint to the next; the oldest leaves when the second is old enough."""
         for spacing in (*(n for n in SPACINGS if n < limit), limit):
-            more = limit // spacing * (self.sizes.state + self.logits)
+            more = limit // max(1, spacing) * (self.sizes.state + self.logits)
             if self.bytes_of(limit + spacing + self.run) + more <= budget:
                 return spacing
         return None
