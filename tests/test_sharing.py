@@ -11,8 +11,8 @@ from ds4cli.drafters.sharing import RoundCosts, is_worth_stopping, share
 
 def costs(row: float, length: float, lanes: int = 4) -> RoundCosts:
     """Costs that were learnt where so many further rows, and further lengths, cost so much."""
-    known = RoundCosts()
-    for rows, lengths in [(lanes, 1), *product((lanes + 3, 2 * lanes, 4 * lanes), (1, 2, 3))] * 40:
+    known, dear = RoundCosts(), product((lanes + 3, 2 * lanes, 4 * lanes), (1, 2, 3))
+    for rows, lengths in [(lanes, 1), (lanes, 1), *dear] * 40:
         known.observe(lanes, rows, lengths, 1 + row * (rows / lanes - 1) + length * (lengths - 1))
     return known
 
@@ -26,6 +26,16 @@ def test_rounds_that_compile_say_nothing_of_prices():
     assert share(known, 4, [[0.9]])[0] == [0]  # 5 rows in all: there was no such round
     assert share(known, 4, [[0.9]] * 4)[0] == [1] * 4
     assert not is_worth_stopping(known, 4, [0.9, 0.9]) and is_worth_stopping(known, 4, [0.9] * 3)
+
+
+def test_what_guesses_leave_to_the_next_round_is_their_price():
+    """States that lie one by one after a call with guesses are stacked again in the next call,
+    which made plain rounds look slow, and guesses cheap."""
+    known = RoundCosts()
+    for rows, seconds in [(4, 1.0)] * 9 + [(8, 1.2), (4, 1.3)] * 40:
+        known.observe(4, rows, 1, seconds)
+    assert known.plain(4) == pytest.approx(1.0)
+    assert known.prices()[0] == pytest.approx(0.5, abs=0.02)
 
 
 @pytest.mark.parametrize(("row", "length"), [(0.1, 0.0), (0.5, 0.05), (1.0, 0.2)])

@@ -24,6 +24,8 @@ DECAY, FORGET = 0.97, 0.995
 NEAR = 1.5
 # Rounds that a price is made of which is remembered.
 ENOUGH_ROUNDS = 8
+# How much the first round of a shape says of what those of others take.
+NEW_SHAPE = 0.3
 # Rounds of a shape after which what its first one took is to be repaid.
 REPAID_AFTER = 16
 # Expected gain, as a share of a plain round, below which guesses are left out.
@@ -43,7 +45,9 @@ class RoundCosts:
     def __init__(self) -> None:
         self._plain: dict[int, Mean] = {}  # by lanes
         self._met: set[tuple[int, int]] = set()  # lanes and rows of rounds that there were
-        self._compiling = Mean(DECAY)  # what the first round of a shape takes more, in plain ones
+        self._compiling = 0.0  # what the first round of a shape takes more, in plain ones
+        # Lanes, and rows and lengths beyond plain, if the last round had guesses.
+        self._fed: tuple[int, float, int] | None = None
         self._sums = [0.0] * 5  # of rows^2, rows * lengths, lengths^2, rows * over, lengths * over
 
     def plain(self, lanes: int) -> float:
@@ -61,18 +65,25 @@ class RoundCosts:
 
     def observe(self, lanes: int, rows: int, lengths: int, seconds: float) -> None:
         """A round took so long. The first of a shape may compile, which has a price of its own."""
+        fed, self._fed = self._fed, None
         if (lanes, rows) not in self._met:
+            self._fed = (lanes, 0.0, 0) if rows > lanes else None
             if rows > lanes and self.plain(lanes):
                 over = seconds / self.plain(lanes) - self.cost(lanes, rows, lengths)
-                self._compiling.add(max(0.0, over))
+                self._compiling += NEW_SHAPE * (max(0.0, over) - self._compiling)
             self._met.add((lanes, rows))
-        elif rows == lanes:
+        elif rows == lanes and (fed is None or fed[0] != lanes):
             self._plain.setdefault(lanes, Mean(DECAY)).add(seconds)
         elif self.plain(lanes):
-            more, kinds = rows / lanes - 1, lengths - 1
+            if rows > lanes:
+                more, kinds = rows / lanes - 1, lengths - 1
+                self._fed = fed = lanes, more, kinds
+                squares = more * more, more * kinds, kinds * kinds, 0.0, 0.0
+                self._sums = [DECAY * x + new for x, new in zip(self._sums, squares, strict=True)]
+            assert fed is not None, "a plain round is behind guesses here: they pay for it, too"
             over = min(seconds / self.plain(lanes), 10.0) - 1
-            news = more * more, more * kinds, kinds * kinds, more * over, kinds * over
-            self._sums = [DECAY * x + new for x, new in zip(self._sums, news, strict=True)]
+            self._sums[3] += fed[1] * over
+            self._sums[4] += fed[2] * over
 
     def forget(self) -> None:
         """There were guesses, and none was fed."""
@@ -99,7 +110,7 @@ class RoundCosts:
 
     def first(self, lanes: int, rows: int) -> float:
         """What a round costs more, in plain ones, because there was none of so many rows yet."""
-        return 0.0 if (lanes, rows) in self._met else self._compiling.value / REPAID_AFTER
+        return 0.0 if (lanes, rows) in self._met else self._compiling / REPAID_AFTER
 
 
 def share(
