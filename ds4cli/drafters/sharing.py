@@ -119,8 +119,9 @@ def share(
     """How many guesses of each offer to feed in a round of `lanes` lanes, and the tokens that the
     time of a plain round then makes. chances: per offer, that its first guess is kept, its first
     two, ... spent: what making them took, in plain rounds."""
-    if not costs.is_known:
-        chances = [own[:FIRST_GUESSES] for own in chances]
+    if not costs.is_known and chances:  # as many rows as lanes: one such round says what they cost
+        most = max(FIRST_GUESSES, lanes // len(chances))
+        chances = [own[:most] for own in chances]
     fed, best = [0] * len(chances), [0] * len(chances)
     tokens, highest = float(lanes), (1 + WORTHWHILE) * lanes / (1 + spent)
     while True:
