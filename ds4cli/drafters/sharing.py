@@ -16,7 +16,7 @@ from ds4cli.drafters.costs import Mean
 ASSUMED_ROWS, ASSUMED_LENGTH = 0.3, 0.02
 ASSUMED_WEIGHT = 0.1
 # Guesses of an offer while that is so.
-FIRST_GUESSES = 1
+FIRST_GUESSES, MOST_FIRST = 1, 4
 # How much a round still counts after the next one, and what is known of a price after a round in
 # which nothing was fed for it: it is tried again some time.
 DECAY, FORGET = 0.97, 0.995
@@ -119,8 +119,8 @@ def share(
     """How many guesses of each offer to feed in a round of `lanes` lanes, and the tokens that the
     time of a plain round then makes. chances: per offer, that its first guess is kept, its first
     two, ... spent: what making them took, in plain rounds."""
-    if not costs.is_known and chances:  # as many rows as lanes: one such round says what they cost
-        most = max(FIRST_GUESSES, lanes // len(chances))
+    if not costs.is_known:  # where lanes are many a few rows say too little of what they cost
+        most = min(MOST_FIRST, max(FIRST_GUESSES, lanes // 2))
         chances = [own[:most] for own in chances]
     fed, best = [0] * len(chances), [0] * len(chances)
     tokens, highest = float(lanes), (1 + WORTHWHILE) * lanes / (1 + spent)
