@@ -116,15 +116,12 @@ def parse(number: int, raw: bytes, plain: bool = False) -> Item:
     """The item of one line. Whatever is wrong with it stands in `error`; nothing is raised."""
     if number == 1:
         raw = raw.removeprefix(b"\xef\xbb\xbf")
-    default_id = f"line-{number}"
+    custom_id = f"line-{number}"
     try:
         line = _line(raw, plain)
-    except UsageError as error:
-        return Item(number, default_id, _digest(default_id, repr(raw)), error=error.message)
-    custom_id = line.get("custom_id")
-    if not isinstance(custom_id, str) or not custom_id or not _is_unicode(custom_id):
-        custom_id = default_id
-    try:
+        given = line.get("custom_id")
+        if isinstance(given, str) and given and _is_unicode(given):
+            custom_id = given
         digest = _digest(custom_id, line)
     except UsageError as error:
         return Item(number, custom_id, _digest(custom_id, repr(raw)), error=error.message)

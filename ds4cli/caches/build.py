@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -140,16 +140,16 @@ def adapt(model_caches: list[Any]) -> list[LayerAdapter]:
     return [_adapter(cache) for cache in _flat(model_caches)]
 
 
-def nest(model_caches: list[Any], adapters: list[LayerAdapter]) -> list[Any]:
-    """The caches of `adapters` in the shape of `model_caches`: what a fork hands to the model."""
-    leaves = iter(adapters)
+def nest(model_caches: list[Any], caches: Iterable[Any]) -> list[Any]:
+    """`caches`, one after the other, in the shape of `model_caches`: what a model is handed."""
+    leaves = iter(caches)
     return [_shaped(cache, leaves) for cache in model_caches]
 
 
-def _shaped(cache: Any, leaves: Iterator[LayerAdapter]) -> Any:
+def _shaped(cache: Any, leaves: Iterator[Any]) -> Any:
     if type(cache) is CacheList:
         return CacheList(*[_shaped(child, leaves) for child in cache.caches])
-    return next(leaves).cache
+    return next(leaves)
 
 
 def _flat(caches: Any) -> Iterator[Any]:

@@ -154,7 +154,7 @@ class DraftPolicy:
         """It was asked among others, and gave these guesses: the chance that the first, the first
         two, ... are kept."""
         self._watch(tokens, drafts, hope.place, hope.place.about(hope.part.confidence, True))
-        return list(hope.place.sure(hope.part.confidence).survival(len(drafts)))
+        return hope.place.sure(hope.part.confidence).survival(len(drafts))
 
     def kept(self, tokens: int) -> None:
         """A block of a call for several committed so many tokens."""
@@ -267,9 +267,8 @@ class DraftPolicy:
             return None
         sure = part.confidence
         chances = place.sure(sure)
-        if len(self._open) < MAX_OPEN:
-            told = [place.all, chances] if sure else place.about(0, False)
-            self._open.append(_Proposal(len(tokens), drafts, None if sure else place, told))
+        told = [place.all, chances] if sure else place.about(0, False)
+        self._watch(tokens, drafts, None if sure else place, told)
         return self._valued(Offer(part, place, chances, drafts), len(drafts))
 
     def _valued(self, offer: Offer, most: int) -> Offer:
@@ -347,7 +346,7 @@ class DraftPolicy:
     # -- learning from what followed ---------------------------------------------------------------
 
     def _watch(
-        self, tokens: Sequence[int], drafts: list[int], place: _Place, chances: list[Chances]
+        self, tokens: Sequence[int], drafts: list[int], place: _Place | None, chances: list[Chances]
     ) -> None:
         if drafts and len(self._open) < MAX_OPEN:
             self._open.append(_Proposal(len(tokens), drafts, place, chances))

@@ -66,22 +66,23 @@ class RoundCosts:
     def observe(self, lanes: int, rows: int, lengths: int, seconds: float) -> None:
         """A round took so long. The first of a shape may compile, which has a price of its own."""
         fed, self._fed = self._fed, None
+        plain = self.plain(lanes)
         if (lanes, rows) not in self._met:
             self._fed = (lanes, 0.0, 0) if rows > lanes else None
-            if rows > lanes and self.plain(lanes):
-                over = seconds / self.plain(lanes) - self.cost(lanes, rows, lengths)
+            if rows > lanes and plain:
+                over = seconds / plain - self.cost(lanes, rows, lengths)
                 self._compiling += NEW_SHAPE * (max(0.0, over) - self._compiling)
             self._met.add((lanes, rows))
         elif rows == lanes and (fed is None or fed[0] != lanes):
             self._plain.setdefault(lanes, Mean(DECAY)).add(seconds)
-        elif self.plain(lanes):
+        elif plain:
             if rows > lanes:
                 more, kinds = rows / lanes - 1, lengths - 1
                 self._fed = fed = lanes, more, kinds
                 squares = more * more, more * kinds, kinds * kinds, 0.0, 0.0
                 self._sums = [DECAY * x + new for x, new in zip(self._sums, squares, strict=True)]
             assert fed is not None, "a plain round is behind guesses here: they pay for it, too"
-            over = min(seconds / self.plain(lanes), 10.0) - 1
+            over = min(seconds / plain, 10.0) - 1
             self._sums[3] += fed[1] * over
             self._sums[4] += fed[2] * over
 

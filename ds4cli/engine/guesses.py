@@ -60,7 +60,7 @@ class _Turn:
     @cached_property
     def hopes(self) -> list[float]:
         """The chance that the first guess of who takes time is kept, the first two, ..."""
-        return [] if self.offer is None else list(self.offer.chances.survival(self.offer.k))
+        return [] if self.offer is None else self.offer.chances.survival(self.offer.k)
 
     def hear(self, guesses: list[int]) -> None:
         """Who was asked says this."""

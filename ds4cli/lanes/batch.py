@@ -7,13 +7,14 @@ per lane and layer, and the model's modules run as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ds4cli.caches.arena import Arena, Place, SeatedKVCache, Seating, at, of_lanes
+from ds4cli.caches.build import nest
 from ds4cli.caches.stack import Stack
 from ds4cli.hooks.cuda import seats
 from ds4cli.lanes.call import Feed, LaneError, ids
@@ -122,7 +123,7 @@ class Batch:
         self.states = [ArraysCache(len(at(like, place).cache)) for place in self._recurrent]
         made: dict[Place, Any] = dict(zip(self._places, self._rows, strict=True))
         made |= zip(self._recurrent, self.states, strict=True)
-        self._caches = [_nested(cache, (i,), made) for i, cache in enumerate(like)]
+        self._caches = nest(like, [made[place] for place in _places(like)])
 
     def _stand_on(self, lanes: Sequence[list[Any]]) -> bool:
         """Take the states of the lanes: as the call before left them, if nobody looked since."""
@@ -166,9 +167,3 @@ def _places(caches: Sequence[Any], above: Place = ()) -> Iterator[Place]:
             yield from _places(cache.caches, (*above, i))
         else:
             yield (*above, i)
-
-
-def _nested(like: Any, place: Place, made: Mapping[Place, Any]) -> Any:
-    if type(like) is not CacheList:
-        return made[place]
-    return CacheList(*[_nested(c, (*place, i), made) for i, c in enumerate(like.caches)])

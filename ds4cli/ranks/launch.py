@@ -28,6 +28,7 @@ from ds4cli.ranks import wire
 
 # As in MLX's launcher.
 FIRST_PORT, NCCL_PORT = 32323, 12345
+HOSTS_HINT = "`mlx.distributed_config` writes such files"
 COMMAND = ("-m", "ds4cli", "generate")  # a rank that is not the first follows, whatever the command
 KEPT_LINES = 20
 SSH_FAILED = 255  # ssh's own failure, not one of the command
@@ -74,12 +75,9 @@ def listed(path: str) -> list[Place]:
             raise ValueError("`envs` has to be a list of NAME=VALUE")
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"cannot read the host file `{path}`: {_why(error)}"
-        raise UsageError(reason, "`mlx.distributed_config` writes them") from None
+        raise UsageError(reason, HOSTS_HINT) from None
     if len(hosts) < 2 or not all(ips for _, ips, _ in hosts):
-        raise UsageError(
-            f"`{path}` has to name two hosts or more, each with its `ips`",
-            "`mlx.distributed_config` writes such files",
-        )
+        raise UsageError(f"`{path}` has to name two hosts or more, each with its `ips`", HOSTS_HINT)
     places = [Place(name, ips) for name, ips, _ in hosts]
     _tell_backend(places, data.get("backend") or "ring", [rdma for *_, rdma in hosts], path)
     for place in places:

@@ -158,7 +158,7 @@ class Layers:
     def fork(self) -> Layers:
         """Independent twins at the same position. Rows are shared until both have written."""
         adapters = [a.fork() for a in self.adapters]
-        twin = Layers(nest(self.caches, adapters), adapters)
+        twin = Layers(nest(self.caches, [a.cache for a in adapters]), adapters)
         self._kin = twin._kin = self._kin or weakref.WeakSet([self])
         self._kin.add(twin)
         self._is_apart = False
