@@ -19,7 +19,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from ds4cli.atomic import replacing
-from ds4cli.drafters.links import Links, match_length
+from ds4cli.drafters.links import MAX_MATCH, Links, longest
 from ds4cli.errors import UsageError
 
 FORMAT = "ds4cli corpus 1"
@@ -110,16 +110,11 @@ class Corpus:
     def match(self, tokens: Sequence[int]) -> tuple[list[int], int]:
         """Where the texts that end most like `tokens` go on, the newest first, and how many tokens
         they share."""
-        ours = self._tokens
         ends = self._links.candidates(tokens)
         if not ends:
             return [], 0
-        lengths = [match_length(ours, end, tokens, len(tokens)) for end in ends]
-        longest = max(lengths)
-        if longest < ORDER:
-            return [], 0
-        pairs = zip(ends, lengths, strict=True)
-        return [end for end, length in pairs if length == longest], longest
+        ends, length = longest(self._tokens, ends, tokens, 0, min(MAX_MATCH, len(tokens)))
+        return (ends, length) if length >= ORDER else ([], 0)
 
     def continued(self, ends: list[int], n: int, row_price: float) -> list[int]:
         """At most n tokens after these places: the most frequent ones, while it is likelier than a

@@ -275,7 +275,9 @@ class CallCosts:
     list was off of late. All are relative to plain decoding, which grows with the context as well.
     rate: tokens that the session makes in the time of a plain one; at least 1. prices: of calls of
     1, 2, ... MAX_BLOCK_TOKENS rows; they never fall, and are made anew after some blocks only.
-    is_measured: whether there is a list of this machine.
+    row_price: of one row more, over all sizes, in the tokens that are made in that time anyway.
+    is_measured: whether there is a list of this machine. known: whether plain decoding was timed:
+    nothing can be said to pay before.
     """
 
     def __init__(self) -> None:
@@ -289,7 +291,8 @@ class CallCosts:
         self._tokens = self._time = 0.0  # both fading; the time in plain tokens
         self._first_s = 0.0  # what the first token of this run took
         self._sightings = 0
-        self.prices = self._curve()
+        self.known = False
+        self._price_again()
 
     def use(self, seconds: Mapping[int, float], *, runs_ahead: bool = True) -> None:
         """Go by a measured list from here on. runs_ahead: whether plain decoding does."""
@@ -299,19 +302,8 @@ class CallCosts:
         self._listed_weight, self.is_measured = MEASURED_WEIGHT, True
         self._off = Mean(COST_DECAY)
         if not self.known:
-            self.plain.add(plain)
-            self.plain.weight /= 4
-        self.prices = self._curve()
-
-    @property
-    def row_price(self) -> float:
-        """Of one row more, over all sizes, in the tokens that are made in that time anyway."""
-        return self.rate * (self.prices[-1] - self.prices[0]) / (MAX_BLOCK_TOKENS - 1)
-
-    @property
-    def known(self) -> bool:
-        """Whether plain decoding was timed: nothing can be said to pay before."""
-        return self.plain.weight > 0
+            self._assume_plain(plain)
+        self._price_again()
 
     def price(self, rows: int) -> float:
         """A call of 1 to MAX_BLOCK_TOKENS rows, in plain tokens."""
@@ -325,9 +317,9 @@ class CallCosts:
         """
         if not first and not last:
             self.plain.add(seconds)
+            self.known = True
         elif not self.known:
-            self.plain.add(seconds / self.price(1))
-            self.plain.weight /= 4
+            self._assume_plain(seconds / self.price(1))
         elif first and last:
             self._see(1, seconds / self.plain.value)
         elif last:
@@ -335,6 +327,12 @@ class CallCosts:
         if first:
             self._first_s = seconds
         self._run(1, seconds)
+
+    def _assume_plain(self, seconds: float) -> None:
+        """A first idea of what a plain token takes."""
+        self.plain.add(seconds)
+        self.plain.weight /= 4
+        self.known = True
 
     def observe(self, rows: int, kept: int, seconds: float) -> None:
         """A block of `rows` rows took `seconds` and committed `kept` tokens."""
@@ -352,6 +350,7 @@ class CallCosts:
             self._tokens = self._tokens * fade + kept
             self._time = self._time * fade + min(seconds / self.plain.value, 100.0)
             self.rate = max(1.0, self._tokens / self._time)
+            self.row_price = self.rate * self._slope
 
     def _see(self, rows: int, price: float) -> None:
         if rows not in self._seen:
@@ -364,16 +363,19 @@ class CallCosts:
         if self._sightings < SIGHTINGS or self._sightings % SIGHTINGS == 0:
             for mean in self._seen.values():
                 mean.weight *= COST_DECAY**SIGHTINGS
-            self.prices = self._curve()
+            self._price_again()
 
-    def _curve(self) -> list[float]:
+    def _price_again(self) -> None:
         off, weight = self._off, self._listed_weight
         factor = (off.weight * off.value + 1) / (off.weight + 1)
-        curve = [self._listed[0], *(price * factor for price in self._listed[1:])]
+        curve = [price * factor for price in self._listed]
+        curve[0] = self._listed[0]
         for rows, seen in self._seen.items():
             price = curve[rows - 1]
             curve[rows - 1] = (seen.weight * seen.value + weight * price) / (seen.weight + weight)
-        return list(accumulate(curve, max))
+        self.prices = list(accumulate(curve, max))
+        self._slope = (self.prices[-1] - self.prices[0]) / (MAX_BLOCK_TOKENS - 1)
+        self.row_price = self.rate * self._slope
 
 
 def _extended(prices: dict[int, float]) -> dict[int, float]:

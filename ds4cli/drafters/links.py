@@ -54,11 +54,15 @@ class Links:
         return found
 
 
-def match_length(a: Sequence[int], a_end: int, b: Sequence[int], b_end: int) -> int:
-    """How many tokens before these two places are equal, up to MAX_MATCH."""
-    length, most = 0, min(a_end, b_end, MAX_MATCH)
-    if a[a_end - most : a_end] == b[b_end - most : b_end]:
-        return most
-    while length < most and a[a_end - 1 - length] == b[b_end - 1 - length]:
-        length += 1
-    return length
+def longest(
+    ours: Sequence[int], ends: list[int], tokens: Sequence[int], length: int, most: int
+) -> tuple[list[int], int]:
+    """Those of the places `ends` in `ours` that end most like `tokens` does, and in how many tokens:
+    all do in `length`, and none is looked at beyond `most`."""
+    while length < most:
+        token = tokens[-1 - length]
+        longer = [end for end in ends if end > length and ours[end - 1 - length] == token]
+        if not longer:
+            break
+        ends, length = longer, length + 1
+    return ends, length

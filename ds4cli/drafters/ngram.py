@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ds4cli.drafters.corpus import ORDER, Corpus
 from ds4cli.drafters.drafter import Drafter
-from ds4cli.drafters.links import MAX_MATCH, Links, match_length
+from ds4cli.drafters.links import MAX_MATCH, Links, longest
 from ds4cli.tokens import common_prefix
 
 # Lengths that are indexed. A match is as long as it turns out to be; these only find candidates.
@@ -98,23 +98,10 @@ class NgramDrafter(Drafter):
         for chain in self._chains if tokens else ():
             ends = chain.earlier()
             if ends:
-                ends, length = _longest(tokens, ends, most)
-                if length >= chain.order:
-                    return _most_shared(tokens, ends), length
+                ends, length = longest(tokens, ends, tokens, chain.order, most)
+                return _most_shared(tokens, ends), length
             most = chain.order - 1  # a longer one would have been found
         return 0, 0
-
-
-def _longest(tokens: Sequence[int], ends: list[int], most: int) -> tuple[list[int], int]:
-    """Those of `ends` before which the most tokens, up to `most`, are those at the very end."""
-    if most == 1:
-        return ends, 1
-    size = len(tokens)
-    if len(ends) == 1:
-        return ends, match_length(tokens, ends[0], tokens, size)
-    lengths = [match_length(tokens, end, tokens, size) for end in ends]
-    longest = max(lengths)
-    return [end for end, length in zip(ends, lengths, strict=True) if length == longest], longest
 
 
 def _most_shared(tokens: Sequence[int], ends: list[int]) -> int:

@@ -14,7 +14,6 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 
 from ds4cli.drafters.costs import CallCosts, DraftTimes
@@ -84,7 +83,7 @@ class DraftPolicy:
         self.runs_ahead = self._mode != "always"
         self._known = known or Experience()
         self._asked: set[str] = set()  # costly parts that gave a proposal here
-        self._open: list[_Proposal] = []
+        self._open: list[Offer] = []  # whose guesses wait for the text to show if they are right
         self._next_size = 0
         self._blocks = 0
         self._tempted = False  # there were guesses
@@ -133,9 +132,9 @@ class DraftPolicy:
             drafts = part.propose(tokens, int(min(room, part.max_drafts))) if part.is_free else []
             if drafts:
                 place = self._known.place(part, region, len(tokens))
-                sure = part.confidence
-                self._watch(tokens, drafts, place, place.about(sure, False))
-                alive = place.sure(sure).survival(len(drafts))
+                offer = Offer(part, place, place.sure(part.confidence), drafts)
+                self._watch(offer, tokens, drafts, was_asked=False)
+                alive = offer.chances.survival(len(drafts))
                 if sum(alive) > sum(best[1]):
                     best, self.source = (drafts[: len(alive)], alive), part.name
         return best
@@ -147,13 +146,15 @@ class DraftPolicy:
         for part in drafter.parts:
             if not part.is_free:
                 place = self._known.place(part, region, pos)
-                return Offer(part, place, place.chances, None, k=int(min(room, part.max_drafts)))
+                offer = Offer(part, place, place.chances, None)
+                offer.k = int(min(room, part.max_drafts))
+                return offer
         return None
 
     def heard(self, hope: Offer, tokens: Sequence[int], drafts: list[int]) -> list[float]:
         """It was asked among others, and gave these guesses: the chance that the first, the first
         two, ... are kept."""
-        self._watch(tokens, drafts, hope.place, hope.place.about(hope.part.confidence, True))
+        self._watch(hope, tokens, drafts, was_asked=True)
         return hope.place.sure(hope.part.confidence).survival(len(drafts))
 
     def kept(self, tokens: int) -> None:
@@ -208,12 +209,11 @@ class DraftPolicy:
             return None if weak and self._mode != "always" else best
         if best.k and self.costs.known:
             best.place.rest()
-            others = [offer for offer in offers if offer is not best]
-            return self._due_probe(others, room, best.gain) or best
+            return self._due_probe(offers, best, room) or best
         if self._mode == "always":
             best.k = max(1, best.k)
             return best
-        probe = self._due_probe(offers, room) or self._due_trial(best)
+        probe = self._due_probe(offers, best, room) or self._due_trial(best)
         self.parked += probe is None
         self._passed_over = best
         return probe
@@ -248,44 +248,40 @@ class DraftPolicy:
     def _offer(self, part: Drafter, tokens: Sequence[int], room: int, region: str) -> Offer | None:
         """What a part has to offer: a free one is asked, of a costly one all is expectation. None:
         it has no guess, or rests."""
-        place = self._known.place(part, region, len(tokens))
-        if place.asleep and self.chooses:
-            place.asleep -= 1
-            return None
+        costs, place = self.costs, self._known.place(part, region, len(tokens))
         if room > part.max_drafts:
             room = int(part.max_drafts)
-        if not self.costs.is_measured and self.chooses:
+        if not costs.is_measured and self.chooses:
             room = min(room, part.worth_trying)
         if not part.is_free:
-            fixed, each = place.times.prices(self.costs.plain.value)
-            offer = Offer(part, place, place.chances, None, fixed, each)
+            if place.asleep and self.chooses:
+                place.asleep -= 1
+                return None
+            offer = Offer(part, place, place.chances, None)
+            offer.fixed, offer.each = place.times.prices(costs.plain.value)
             return self._valued(offer, room)
         if self.chooses:
-            part.row_price = self.costs.row_price
+            part.row_price = costs.row_price
         drafts = part.propose(tokens, room)
         if not drafts:
             return None
-        sure = part.confidence
-        chances = place.sure(sure)
-        told = [place.all, chances] if sure else place.about(0, False)
-        self._watch(tokens, drafts, None if sure else place, told)
-        return self._valued(Offer(part, place, chances, drafts), len(drafts))
+        offer = Offer(part, place, place.sure(part.confidence), drafts)
+        self._watch(offer, tokens, drafts, was_asked=False)
+        return self._valued(offer, len(drafts))
 
     def _valued(self, offer: Offer, most: int) -> Offer:
         """With the best number of guesses and what they gain; pinned: all, and how many hold."""
         if self._pinned is None:
-            offer.k, offer.gain = self._best(offer.chances, most, offer.fixed, offer.each)
+            offer.k, offer.gain = self._best(offer, offer.chances, most)
         else:
             offer.k, offer.gain = most, sum(offer.chances.survival(most))
         return offer
 
-    def _best(
-        self, chances: Chances, most: int, fixed: float = 0.0, each: float = 0.0
-    ) -> tuple[int, float]:
+    def _best(self, offer: Offer, chances: Chances, most: int) -> tuple[int, float]:
         """The number of guesses with the largest expected gain over a plain token, and that gain
-        in tokens. fixed, each: what a draft, and each guess of it, takes still, in plain tokens."""
-        prices, rate = self.costs.prices, self.costs.rate
-        fixed, each, left = rate * (fixed - 1), rate * each, most
+        in tokens."""
+        prices, rate, left = self.costs.prices, self.costs.rate, most
+        fixed, each = rate * (offer.fixed - 1), rate * offer.each
         best, best_gain, kept = 0, 0.0, 0.0
         if most * chances.first <= rate * prices[1] + fixed + each:
             return 0, 0.0  # not even if all the others were kept and free
@@ -299,15 +295,15 @@ class DraftPolicy:
                 break
         return best, best_gain
 
-    def _due_probe(self, offers: list[Offer], room: int, forgone: float = 0.0) -> Offer | None:
-        """Now and then a guess of a costly part that did not pay, or that another one beat,
-        which would gain `forgone` tokens: ever more rarely."""
+    def _due_probe(self, offers: list[Offer], best: Offer, room: int) -> Offer | None:
+        """Now and then a guess of a costly part that did not pay, or that the `best` one beat: ever
+        more rarely."""
         for offer in offers if self.costs.known else ():
-            if offer.drafts is not None:
+            if offer.drafts is not None or (offer is best and best.k):
                 continue
             k = offer.part.probed
             price = self.costs.prices[k] - 1 + offer.fixed + k * offer.each
-            price += forgone / self.costs.rate
+            price += best.gain / self.costs.rate
             if offer.place.is_probe_due(price):
                 offer.k, offer.is_probe = min(k, room), True
                 return offer
@@ -325,11 +321,12 @@ class DraftPolicy:
             self._untried, self._trial_after = 0, 2 * self._trial_after
         if drafts is None:
             drafts = self._ask(offer, tokens) if said is None else said
-            self._watch(tokens, drafts, offer.place, offer.place.about(part.confidence, True))
+            self._watch(offer, tokens, drafts, was_asked=True)
             if part.confidence and self._mode != "always" and self.chooses and not offer.is_probe:
                 chances = offer.place.sure(part.confidence)
                 if chances.tries >= ENOUGH_TRIES:
-                    k = self._best(chances, len(drafts))[0]
+                    offer.fixed = offer.each = 0.0  # they are made
+                    k = self._best(offer, chances, len(drafts))[0]
         self.source = part.name
         return drafts[:k]
 
@@ -346,10 +343,13 @@ class DraftPolicy:
     # -- learning from what followed ---------------------------------------------------------------
 
     def _watch(
-        self, tokens: Sequence[int], drafts: list[int], place: _Place | None, chances: list[Chances]
+        self, offer: Offer, tokens: Sequence[int], drafts: list[int], *, was_asked: bool
     ) -> None:
+        """Learn, when it shows, whether these guesses for what follows `tokens` were right.
+        was_asked: for them, by the chances of the offer."""
         if drafts and len(self._open) < MAX_OPEN:
-            self._open.append(_Proposal(len(tokens), drafts, place, chances))
+            offer.expect(len(tokens), drafts, was_asked)
+            self._open.append(offer)
 
     def _compare(self, tokens: Sequence[int]) -> None:
         """Learn from the proposals whose outcome `tokens` shows."""
@@ -361,7 +361,7 @@ class DraftPolicy:
         if not self._open:
             return
         worth = 1 / self.costs.rate
-        self._open = [proposal for proposal in self._open if not proposal.settle(tokens, worth)]
+        self._open = [offer for offer in self._open if not offer.settle(tokens, worth)]
 
 
 class Experience:
@@ -384,7 +384,7 @@ class Experience:
             place = _Place(Chances(part.assumed_chance, known), times)
             self._places[part.name, region] = place
         if pos - place.heat_pos > HEAT_TOKENS:
-            place.cool()
+            place.heat = None  # luck of long ago says nothing about what follows
         return place
 
     def move(self) -> None:
@@ -399,14 +399,14 @@ class _Place:
     Text comes in stretches that can be guessed and others that cannot. A drafter that says how sure
     it is sees them itself; for others the luck of the last few guesses does, and of the very last.
     So chances are kept by either. all: of any proposal. times: what its drafts take, in any text.
-    heat_pos: where its luck was last seen. asleep: blocks that it is not valued for.
+    heat: its luck of late, as far as known; heat_pos: where that was last seen. asleep: blocks that it is not valued for.
     """
 
     def __init__(self, chances: Chances, times: DraftTimes):
         self.all, self.times = chances, times
         self._by_luck = [chances.fresh() for _ in range(2 * len(HEATS) + 2)]
         self._by_confidence = [chances.fresh() for _ in range(MOST_BITS + 1)]
-        self._heat: float | None = None
+        self.heat: float | None = None
         self._was_right = False
         self.heat_pos = 0
         self._credit, self._share = 0.0, MOST_PROBING
@@ -420,13 +420,9 @@ class _Place:
 
     @property
     def _felt(self) -> Chances:
-        if self._heat is None:
+        if self.heat is None:
             return self.all
-        return self._by_luck[2 * bisect_right(HEATS, self._heat) + self._was_right]
-
-    def cool(self) -> None:
-        """Luck of long ago says nothing about what follows."""
-        self._heat = None
+        return self._by_luck[2 * bisect_right(HEATS, self.heat) + self._was_right]
 
     def sure(self, confidence: int) -> Chances:
         """Of proposals that are about as sure as this."""
@@ -438,7 +434,7 @@ class _Place:
     def about(self, confidence: int, was_asked: bool) -> list[Chances]:
         """What the outcome of such a proposal tells about. was_asked: for it, by its chances."""
         told = [self.all]
-        if self._heat is not None and (was_asked or not confidence):
+        if self.heat is not None and (was_asked or not confidence):
             told.append(self._felt)
         if confidence:
             told.append(self.sure(confidence))
@@ -451,15 +447,15 @@ class _Place:
         """
         if pos > self.heat_pos:
             self.heat_pos = pos
-            if self._heat is None:
-                self._heat = self.all.first
-            self._heat = HEAT_DECAY * self._heat + (1 - HEAT_DECAY) * right
+            if self.heat is None:
+                self.heat = self.all.first
+            self.heat = HEAT_DECAY * self.heat + (1 - HEAT_DECAY) * right
             self._was_right = right
             self._credit = min(self._credit + right * worth, MOST_CREDIT)
 
     def move(self) -> None:
         """The session went elsewhere."""
-        self._heat, self.heat_pos, self.asleep = None, 0, 0
+        self.heat, self.heat_pos, self.asleep = None, 0, 0
 
     def rest(self) -> None:
         """It pays: there is nothing to find out."""
@@ -479,48 +475,40 @@ class _Place:
         self._credit, self._share = 0.0, max(LEAST_PROBING, LESS_PROBING * self._share)
 
 
-@dataclass(slots=True)
 class Offer:
     """A part of the drafter, its guesses (None: not asked yet), how many to feed, and what they
     would gain, in tokens. fixed, each: what a draft, and each guess of it, takes still, in plain
-    tokens."""
+    tokens. Once there are guesses, whoever has it learns their outcome."""
 
-    part: Drafter
-    place: _Place
-    chances: Chances
-    drafts: list[int] | None
-    fixed: float = 0.0
-    each: float = 0.0
-    k: int = 0
-    gain: float = 0.0
-    is_probe: bool = False
-    is_trial: bool = False
+    k = 0
+    gain = fixed = each = 0.0
+    is_probe = is_trial = False
 
+    def __init__(self, part: Drafter, place: _Place, chances: Chances, drafts: list[int] | None):
+        self.part, self.place, self.chances, self.drafts = part, place, chances, drafts
 
-class _Proposal:
-    """Guesses for position `pos` on, and the chances that their outcome will tell about. place:
-    whose luck they are; None for guesses that say themselves how sure they are."""
-
-    def __init__(self, pos: int, drafts: list[int], place: _Place | None, chances: list[Chances]):
-        self._pos, self._drafts, self._place, self._chances = pos, drafts, place, chances
-        self._right = 0
+    def expect(self, pos: int, drafts: list[int], was_asked: bool) -> None:
+        """These guesses stand for position `pos` on. The luck of who says himself how sure he is
+        does not count, unless he was asked for it."""
+        place, sure = self.place, self.part.confidence
+        self._pos, self._guesses, self._right = pos, drafts, 0
+        self._told = place.about(sure, was_asked)
+        self._has_luck = was_asked or not sure
 
     def settle(self, tokens: Sequence[int], worth: float) -> bool:
         """Learn the outcome; False while `tokens` do not show it. worth: as for `feel`."""
-        drafts, pos, size, place = self._drafts, self._pos + self._right, len(tokens), self._place
-        for guess in drafts[self._right :]:
-            if pos >= size:
-                self._right = pos - self._pos
+        pos, size = self._pos, len(tokens)
+        for guess in self._guesses[self._right :]:
+            if pos + self._right >= size:
                 return False
-            is_right = tokens[pos] == guess
-            if place is not None:
-                place.feel(pos, is_right, worth)
+            is_right = tokens[pos + self._right] == guess
+            if self._has_luck:
+                self.place.feel(pos + self._right, is_right, worth)
             if not is_right:
                 break
-            pos += 1
-        right = pos - self._pos
-        for chances in self._chances:
-            chances.learn(len(drafts), right)
+            self._right += 1
+        for chances in self._told:
+            chances.learn(len(self._guesses), self._right)
         return True
 
 
@@ -532,8 +520,7 @@ class Chances:
 
     def __init__(self, assumed: float, prior: Chances | None = None):
         self._assumed, self._prior = assumed, prior
-        self._right: list[float] = []
-        self._tried: list[float] = []
+        self._right, self._tried = [0.0], [0.0]  # by position: of so many tries
         self._first: float | None = None  # what `first` found
         self._alive: list[float] | None = None  # and `survival`
 
@@ -544,7 +531,7 @@ class Chances:
     @property
     def tries(self) -> float:
         """How much was seen of the first guess."""
-        return self._tried[0] if self._tried else 0.0
+        return self._tried[0]
 
     def learn(self, proposed: int, right: int) -> None:
         """Of `proposed` guesses the first `right` were right."""
@@ -584,20 +571,16 @@ class Chances:
     def first(self) -> float:
         """Chance that the first guess is kept."""
         if self._first is None:
-            tried = self.tries
-            chance = self._expected()
-            self._first = _hopeful(chance, tried + ASSUMED_WEIGHT) if tried else chance
+            self._first = self._likely()
         return self._first
 
-    def _expected(self) -> float:
-        tried = self.tries
-        prior, chance = self._prior, self._assumed
+    def _likely(self) -> float:
+        """At the upper end of what so many tries leave open; before any, what is assumed."""
+        tried, prior, chance = self._tried[0], self._prior, self._assumed
         if prior is not None and tried < ENOUGH_TRIES <= prior.tries:
             chance = prior.first
-        right = self._right[0] if tried else 0.0
-        return (right + ASSUMED_WEIGHT * chance) / (tried + ASSUMED_WEIGHT)
-
-
-def _hopeful(chance: float, tries: float) -> float:
-    """At the upper end of what so many tries leave open."""
-    return min(1.0, chance + OPTIMISM * math.sqrt(max(0.0, chance * (1 - chance)) / tries))
+        if not tried:
+            return chance
+        tries = tried + ASSUMED_WEIGHT
+        chance = (self._right[0] + ASSUMED_WEIGHT * chance) / tries
+        return min(1.0, chance + OPTIMISM * math.sqrt(max(0.0, chance * (1 - chance)) / tries))
