@@ -86,7 +86,8 @@ def test_it_is_bounded_and_keeps_the_newest(monkeypatch):
     corpus = Corpus()
     for seed in range(40):
         corpus.add(noise(50, seed))
-    assert len(corpus) <= 400 and len(corpus._links._previous) == len(corpus)
+    [(_, _, previous)] = corpus._links._chains
+    assert len(corpus) <= 400 and len(previous) == len(corpus)
     ends, _ = corpus.match(noise(50, 39)[:8])
     assert corpus.continued(ends, 10, 0.3) == noise(50, 39)[8:18]
     assert corpus.match(noise(50, 0)[:8]) == ([], 0)

@@ -73,7 +73,7 @@ class Corpus:
     def clear(self) -> None:
         """Forget all texts, but for those in the file."""
         self._tokens = array("i")
-        self._links = Links(ORDER, MAX_CANDIDATES)
+        self._links = Links((ORDER,), MAX_CANDIDATES)
 
     def finish(self) -> None:
         """Take in what nobody added yet."""
@@ -93,7 +93,7 @@ class Corpus:
 
     def _forget_half(self) -> None:
         self._tokens = self._tokens[len(self._tokens) // 2 :]
-        self._links = Links(ORDER, MAX_CANDIDATES)
+        self._links = Links((ORDER,), MAX_CANDIDATES)
         self._links.extend(self._tokens, 0)
 
     def _texts(self) -> list[list[int]]:

@@ -275,7 +275,7 @@ class CallCosts:
     list was off of late. All are relative to plain decoding, which grows with the context as well.
     rate: tokens that the session makes in the time of a plain one; at least 1. prices: of calls of
     1, 2, ... MAX_BLOCK_TOKENS rows; they never fall, and are made anew after some blocks only.
-    row_price: of one row more, over all sizes, in the tokens that are made in that time anyway.
+    slope: of one row more, over all sizes.
     is_measured: whether there is a list of this machine. known: whether plain decoding was timed:
     nothing can be said to pay before.
     """
@@ -350,7 +350,6 @@ class CallCosts:
             self._tokens = self._tokens * fade + kept
             self._time = self._time * fade + min(seconds / self.plain.value, 100.0)
             self.rate = max(1.0, self._tokens / self._time)
-            self.row_price = self.rate * self._slope
 
     def _see(self, rows: int, price: float) -> None:
         if rows not in self._seen:
@@ -374,8 +373,7 @@ class CallCosts:
             price = curve[rows - 1]
             curve[rows - 1] = (seen.weight * seen.value + weight * price) / (seen.weight + weight)
         self.prices = list(accumulate(curve, max))
-        self._slope = (self.prices[-1] - self.prices[0]) / (MAX_BLOCK_TOKENS - 1)
-        self.row_price = self.rate * self._slope
+        self.slope = (self.prices[-1] - self.prices[0]) / (MAX_BLOCK_TOKENS - 1)
 
 
 def _extended(prices: dict[int, float]) -> dict[int, float]:

@@ -2,8 +2,8 @@
 
 Prompt, replies and tool results are one text here. For every position an index links to the
 previous position that ends with the same few tokens, for several lengths, as in LZ77 compressors:
-a new token costs a constant, going back undoes the links, and nothing but positions is kept. Every
-candidate is checked against the tokens themselves, so a stale index can only cost a guess. No mlx.
+a new token costs a constant, going back undoes the links, and nothing but positions is kept. A
+stale index can only cost a guess. No mlx.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ class NgramDrafter(Drafter):
         if pos < len(self._tokens) // 2:
             self._clear()  # what is left is indexed again, which is less work than undoing the rest
             return
-        for chain in self._chains:
-            chain.drop(self._tokens, pos)
+        self._links.drop(self._tokens, pos)
         del self._tokens[pos:]
 
     def forget(self) -> None:
@@ -77,7 +76,7 @@ class NgramDrafter(Drafter):
 
     def _clear(self) -> None:
         self._tokens: list[int] = []  # indexed so far
-        self._chains = [Links(order, MAX_CANDIDATES) for order in ORDERS]
+        self._links = Links(ORDERS, MAX_CANDIDATES)
 
     def _index(self, tokens: Sequence[int]) -> None:
         known = len(self._tokens)
@@ -86,22 +85,20 @@ class NgramDrafter(Drafter):
             self.rewind(common_prefix(self._tokens, list(tokens)))
             known = len(self._tokens)
         self._tokens += tokens[known:]
-        for chain in self._chains:
-            chain.extend(self._tokens, known)
+        self._links.extend(self._tokens, known)
 
     def _match(self, tokens: Sequence[int]) -> tuple[int, int]:
         """Where the best match ends (the position after it) and how long it is; (0, 0) for none.
 
         The longest wins, then the continuation that most candidates share, then the most recent.
         """
-        most = MAX_MATCH
-        for chain in self._chains if tokens else ():
-            ends = chain.earlier()
-            if ends:
-                ends, length = longest(tokens, ends, tokens, chain.order, most)
-                return _most_shared(tokens, ends), length
-            most = chain.order - 1  # a longer one would have been found
-        return 0, 0
+        if not tokens:
+            return 0, 0
+        ends, length, most = self._links.earlier()
+        if not ends:
+            return 0, 0
+        ends, length = longest(tokens, ends, tokens, length, most)
+        return _most_shared(tokens, ends), length
 
 
 def _most_shared(tokens: Sequence[int], ends: list[int]) -> int:

@@ -86,6 +86,7 @@ class DraftPolicy:
         self._open: list[Offer] = []  # whose guesses wait for the text to show if they are right
         self._next_size = 0
         self._blocks = 0
+        self._asleep = 0  # blocks that costly parts are not valued for
         self._tempted = False  # there were guesses
         self._passed_over: Offer | None = None  # the last guesses that were said not to pay
         self._untried, self._trial_after = 0, FIRST_TRIAL
@@ -196,6 +197,9 @@ class DraftPolicy:
             room = min(room, self._pinned)
         offers = []
         for part in drafter.parts:
+            if self._asleep and not part.is_free:
+                self._asleep -= 1
+                continue
             offer = self._offer(part, tokens, room, region)
             if offer is not None:
                 offers.append(offer)
@@ -246,22 +250,19 @@ class DraftPolicy:
         )
 
     def _offer(self, part: Drafter, tokens: Sequence[int], room: int, region: str) -> Offer | None:
-        """What a part has to offer: a free one is asked, of a costly one all is expectation. None:
-        it has no guess, or rests."""
+        """What a part has to offer: a free one is asked, and may have no guess; of a costly one
+        all is expectation."""
         costs, place = self.costs, self._known.place(part, region, len(tokens))
         if room > part.max_drafts:
             room = int(part.max_drafts)
         if not costs.is_measured and self.chooses:
             room = min(room, part.worth_trying)
         if not part.is_free:
-            if place.asleep and self.chooses:
-                place.asleep -= 1
-                return None
             offer = Offer(part, place, place.chances, None)
             offer.fixed, offer.each = place.times.prices(costs.plain.value)
             return self._valued(offer, room)
         if self.chooses:
-            part.row_price = costs.row_price
+            part.row_price = costs.rate * costs.slope
         drafts = part.propose(tokens, room)
         if not drafts:
             return None
@@ -308,7 +309,7 @@ class DraftPolicy:
                 offer.k, offer.is_probe = min(k, room), True
                 return offer
             if not offer.k:
-                offer.place.sleep(price)
+                self._asleep = offer.place.sleep(price)
         return None
 
     def give(self, offer: Offer, tokens: Sequence[int], said: list[int] | None = None) -> list[int]:
@@ -355,7 +356,8 @@ class DraftPolicy:
         """Learn from the proposals whose outcome `tokens` shows."""
         size = len(tokens)
         if size != self._next_size:
-            self._open = []  # the session went elsewhere: what follows here is not their outcome
+            # The session went elsewhere: what follows here is not their outcome.
+            self._open, self._asleep = [], 0
             self._known.move()
         self._next_size = size
         if not self._open:
@@ -399,7 +401,7 @@ class _Place:
     Text comes in stretches that can be guessed and others that cannot. A drafter that says how sure
     it is sees them itself; for others the luck of the last few guesses does, and of the very last.
     So chances are kept by either. all: of any proposal. times: what its drafts take, in any text.
-    heat: its luck of late, as far as known; heat_pos: where that was last seen. asleep: blocks that it is not valued for.
+    heat: its luck of late, as far as known; heat_pos: where that was last seen.
     """
 
     def __init__(self, chances: Chances, times: DraftTimes):
@@ -410,7 +412,6 @@ class _Place:
         self._was_right = False
         self.heat_pos = 0
         self._credit, self._share = 0.0, MOST_PROBING
-        self.asleep = 0
 
     @property
     def chances(self) -> Chances:
@@ -431,10 +432,10 @@ class _Place:
         bits = confidence.bit_length()
         return self._by_confidence[bits if bits < MOST_BITS else MOST_BITS]
 
-    def about(self, confidence: int, was_asked: bool) -> list[Chances]:
-        """What the outcome of such a proposal tells about. was_asked: for it, by its chances."""
+    def about(self, confidence: int) -> list[Chances]:
+        """What the outcome of such a proposal, by someone who has luck, tells about."""
         told = [self.all]
-        if self.heat is not None and (was_asked or not confidence):
+        if self.heat is not None:
             told.append(self._felt)
         if confidence:
             told.append(self.sure(confidence))
@@ -455,7 +456,7 @@ class _Place:
 
     def move(self) -> None:
         """The session went elsewhere."""
-        self.heat, self.heat_pos, self.asleep = None, 0, 0
+        self.heat, self.heat_pos = None, 0
 
     def rest(self) -> None:
         """It pays: there is nothing to find out."""
@@ -466,10 +467,11 @@ class _Place:
         self._credit += self._share
         return self._credit >= price
 
-    def sleep(self, price: float) -> None:
-        """Until such a probe is due, or for `MOST_ASLEEP` blocks."""
-        self.asleep = min(MOST_ASLEEP, int((price - self._credit) / self._share))
-        self._credit += self.asleep * self._share
+    def sleep(self, price: float) -> int:
+        """Blocks until such a probe is due, `MOST_ASLEEP` at most: they count as asked."""
+        blocks = min(MOST_ASLEEP, int((price - self._credit) / self._share))
+        self._credit += blocks * self._share
+        return blocks
 
     def begin_probe(self) -> None:
         self._credit, self._share = 0.0, max(LEAST_PROBING, LESS_PROBING * self._share)
@@ -492,8 +494,8 @@ class Offer:
         does not count, unless he was asked for it."""
         place, sure = self.place, self.part.confidence
         self._pos, self._guesses, self._right = pos, drafts, 0
-        self._told = place.about(sure, was_asked)
         self._has_luck = was_asked or not sure
+        self._told = place.about(sure) if self._has_luck else [place.all, self.chances]
 
     def settle(self, tokens: Sequence[int], worth: float) -> bool:
         """Learn the outcome; False while `tokens` do not show it. worth: as for `feel`."""
