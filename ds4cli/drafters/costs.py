@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 # Rows that are measured, the most telling first: a slow model is given fewer of them. Metal's
 # products of quantised weights read those once per 5 rows.
 SIZES = (1, 2, 4, 8, 16, MAX_BLOCK_TOKENS, 5, 10, 3, 6, 12, 24)
-REPEATS = 3
+# Turns in which each size is timed, and calls of it one after the other in each: on CUDA not only
+# the very first call of a size is planned anew, but often one that follows calls of other sizes.
+TURNS, CALLS = 2, 2
 PLAIN_TOKENS = 4  # a turn
 BUDGET_S = 2.0
 # A first call of a kind may compile for seconds: that is no reason to know less of a fast model,
@@ -174,27 +176,16 @@ def measure(
 ) -> dict[int, float]:
     """Seconds by rows, as many sizes as fit the budget; 0 and 1 always.
 
-    All sizes are timed in turns, each against the plain tokens of its turn: a program that runs
-    beside this for a while makes a turn slow, and no size dear.
+    All sizes are timed in turns, and the least that was seen of each counts: what the first call of
+    a size pays for is in none, nor what a program took that ran beside this for a while.
     """
     last = clock() + MOST_S
     tokens = list(tokens[:CONTEXT_TOKENS])
     _read_context(timeline, tokens, clock)
     turns = [_first_turn(timeline, sampler, tokens, (budget_s, last), clock)]
-    while len(turns) < REPEATS and clock() < last:
-        turns.append(
-            {
-                rows: _call_seconds(timeline, sampler, (tokens * rows)[:rows], clock)
-                if rows
-                else _plain_seconds(timeline, sampler, tokens[:1], clock)
-                for rows in turns[0]
-            }
-        )
-    plain = statistics.median(turn[0] for turn in turns)
-    return {
-        rows: plain * statistics.median(turn[rows] / turn[0] for turn in turns)
-        for rows in sorted(turns[0])
-    }
+    while len(turns) < TURNS and clock() < last:
+        turns.append({rows: _seconds(timeline, sampler, tokens, rows, clock) for rows in turns[0]})
+    return {rows: min(turn[rows] for turn in turns) for rows in sorted(turns[0])}
 
 
 def _first_turn(
@@ -204,19 +195,26 @@ def _first_turn(
     limits: tuple[float, float],
     clock: Callable[[], float],
 ) -> dict[int, float]:
-    """The sizes that fit, and a plain token at 0. The first call of a size pays for compiling, and
-    is not counted."""
+    """The sizes that fit, and a plain token at 0."""
     left, last = limits
     taken: dict[int, float] = {}
     for rows in SIZES:
         expected = taken.get(1, 0.0) * (1 + ASSUMED_SLOPE * rows)
-        if (REPEATS + 1) * expected > left or (taken and clock() > last):
+        if TURNS * CALLS * expected > left or (taken and clock() > last):
             break
-        feed = (tokens * rows)[:rows]
-        _call_seconds(timeline, sampler, feed, clock)
-        taken[rows] = _call_seconds(timeline, sampler, feed, clock)
-        left -= (REPEATS + 1) * taken[rows]
-    return {**taken, 0: _plain_seconds(timeline, sampler, tokens[:1], clock)}
+        taken[rows] = _seconds(timeline, sampler, tokens, rows, clock)
+        left -= TURNS * CALLS * taken[rows]
+    return {**taken, 0: _seconds(timeline, sampler, tokens, 0, clock)}
+
+
+def _seconds(
+    timeline: Timeline, sampler: Sampler, tokens: list[int], rows: int, clock: Callable[[], float]
+) -> float:
+    """Of a call of so many rows; 0 for a plain token."""
+    if not rows:
+        return _plain_seconds(timeline, sampler, tokens[:1], clock)
+    feed = (tokens * rows)[:rows]
+    return min(_call_seconds(timeline, sampler, feed, clock) for _ in range(CALLS))
 
 
 def _read_context(timeline: Timeline, tokens: list[int], clock: Callable[[], float]) -> None:
