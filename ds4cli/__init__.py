@@ -11,7 +11,7 @@ import signal
 import sys
 from importlib import import_module
 
-from ds4cli.backend import blas, interpreter, precision
+from ds4cli.backend import blas, graphs, interpreter, precision
 
 if interpreter.problem():
     print(f"error: {interpreter.problem()}", file=sys.stderr)
@@ -24,6 +24,7 @@ if _is_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 # Here, because every import of a part of this package passes here before it can import mlx.
 blas.preload()
 precision.keep_float32()
+graphs.keep()
 
 __version__ = "0.1.0"
 
