@@ -11,6 +11,7 @@ from by_hand import WORDS, Talking
 from oracle import engine
 
 from ds4cli.engine.generation import Generation
+from ds4cli.tools.parse import ParsedCall
 from ds4cli.tools.steps import GuardEnd, GuardStep, Instead
 
 MODEL = Talking("plain", "window")
@@ -93,6 +94,8 @@ def test_picks_of_a_block_are_made_again_where_the_guard_knows_better():
         assert (repair.pos, repair.reason, repair.dropped_tokens) == (6, "odd", 0)
         assert 0 <= repair.seconds < 60
         assert reply._reply.guard.asked[0] == (feed[:1], picks[0], WORDS)
+    later = reply_of(Script(is_open=True, forbidden=picks[1:2]))
+    assert later.repicked([*feed[:2], 0, 0], picks, rows) == [picks[0], best[1][1], *picks[2:]]
     allowed = reply_of(Script(is_open=True))
     assert allowed.repicked([feed[0], 0, 0, 0], picks, rows) == picks
     assert len(allowed._reply.guard.asked) == 1, "nothing behind it will be kept"
@@ -125,6 +128,60 @@ def test_a_token_that_left_the_grammar_is_picked_under_its_mask():
     assert ("rewind", 5) in guard.asked
 
 
+class Sure(Script):
+    """Knows, inside a call, what is said."""
+
+    def forced(self, tokens):
+        at = TRUTH.index(tokens[0])
+        return TRUTH[at + 1 : at + 8]
+
+
+def test_a_repair_in_the_middle_of_a_block():
+    """What the block held behind it was taken for text; or all behind a call's opening was lost."""
+    left = GuardStep(event="left", opened=8, bad_pos=8, reason="why")
+    guard = Sure({6: GuardStep(emit="", event="open", opened=6), 8: left}, is_open=True)
+    guard.allowed = lambda size: (mx.arange(size) != TRUTH[3]).__array__()
+    reply = reply_of(guard, 8, drafter="ngram")
+    tokens, last = ended(reply)
+    timeline, kept = reply.timeline, TRUTH[:3]
+    assert tokens == timeline.tokens[5:] and last.finish_reason == "length"
+    assert tokens[:3] == kept and tokens[3] != TRUTH[3]
+    assert tokens[4:] == MODEL.goes_on([*START, *tokens[:4]], 4)
+    (repair,) = reply._session.stats.repairs
+    assert (repair.pos, repair.dropped_tokens) == (8, 5) and 0 < repair.seconds < 60
+    assert 0 < reply._session.stats.decode_s < 60
+
+
+def test_a_guard_is_asked_in_every_block():
+    """Guards: a grammar that counts for the first block of a reply."""
+    reply = reply_of(Sure(is_open=True), 14, drafter="ngram")
+    before = len(MODEL._calls)
+    assert ended(reply)[0] == TRUTH[:14] and MODEL._calls[before:] == [8, 6]
+
+
+def test_what_a_guard_forbids_is_allowed_again_behind_its_reply():
+    """The next reply began with the token that a grammar wanted."""
+    guard = Script({5: GuardStep(event="left", opened=5, bad_pos=5, reason="why")})
+    session = engine("by hand", model=MODEL).session()
+    session.sync(START)
+    reply = session.reply(9, guard=guard, cancel=lambda: bool(session.stats.repairs))
+    tokens, last = ended(reply)
+    assert (tokens, last.finish_reason) == ([], "cancelled")
+    assert session.next_token() == TRUTH[0]
+
+
+def test_a_reply_goes_on_where_somebody_took_the_session():
+    """Guards: text that was taken back, shown again or counted for the limit."""
+    session = engine("by hand", model=MODEL).session()
+    session.sync(START)
+    said = []
+    for event in session.stream(9):
+        said += event.tokens
+        if len(said) == 4:
+            session.rewind(7)
+    assert said == [*TRUTH[:4], *TRUTH[2:9]] and session.tokens == [*START, *TRUTH[:9]]
+
+
 @pytest.mark.parametrize("is_open", [True, False])
 def test_the_opening_of_a_long_call_stays_cheap_to_come_back_to(is_open):
     """A repair of a call longer than the horizon read the prompt again."""
@@ -139,11 +196,12 @@ def test_the_opening_of_a_long_call_stays_cheap_to_come_back_to(is_open):
 
 def test_a_reply_ends_with_its_last_call():
     """White space behind a call, kept because the limit came first."""
-    closed = GuardStep(event="closed", opened=6)
+    call = ParsedCall("now", "{}")
+    closed = GuardStep(event="closed", opened=6, calls=(call,))
     for end, reason in ((8, "tool"), (None, "length")):
         reply = reply_of(Script({} if end is None else {7: closed}))
         reply._reply._decode = lambda ids: " " * len(ids)
         reply._reply._detokenizer._decode = reply._reply._decode
         tokens, last = ended(reply)
-        assert last.finish_reason == reason
+        assert last.finish_reason == reason and last.calls == ((call,) if end else ())
         assert reply.timeline.pos == (end or 14) and tokens == TRUTH[: reply.timeline.pos - 5]
