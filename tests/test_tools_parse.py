@@ -172,6 +172,27 @@ def test_lists_and_sequences_are_several_calls():
         assert [c.name for c in parse("json_tools", body)] == ["get_weather"] * 2
 
 
+@pytest.mark.parametrize("name", ["json_tools", "internlm2", "mistral", "kimi_k2", "granite_20b"])
+def test_arguments_are_kept_as_they_were_sampled(name):
+    """What the model reads in the next turn is not what it wrote."""
+    odd = '{ "city"  :"Paris" }'
+    (call,) = parse(name, BODIES[name].replace('{"city": "Paris"}', odd))
+    assert (call.arguments, call.outcome) == (odd, "valid")
+    keyed = parse("apertus", f'{{"get_weather": {odd}}}')[0]
+    assert (keyed.arguments, keyed.outcome) == (odd, "valid")
+
+
+def test_calls_may_be_separated_by_their_marker():
+    """The second call was text behind the first one."""
+    call = BODIES["granite_20b"]
+    for gap in ("<function_call>", ", <function_call>", " ;\n<function_call>", ",\n"):
+        assert len(parse("granite_20b", call + gap + call)) == 2
+    closed = BODIES["phi4_mini"] + "<|/tool_call|>"
+    assert parse("phi4_mini", closed) == parse("phi4_mini", closed + "\n")
+    assert len(parse("mistral", f"[{CALL}, {CALL}]")) == 2, "a list, where names stand outside"
+    assert [c.name for c in parse("kimi_k2", BODIES["kimi_k2"] * 2)] == ["get_weather"] * 2
+
+
 JSON_REFUSED = {
     "open string": CALL[:48],
     "no name": '{"arguments": {"city": "Paris"}}',
@@ -233,6 +254,104 @@ def test_a_last_value_without_its_tag_ends_where_the_call_does():
         parse("qwen3_coder", body.replace("</function>", ""))
 
 
+def test_an_argument_ends_where_another_one_opens():
+    """Two arguments became one text; or a text that shows an argument was cut there."""
+
+    def given(inner):
+        (call,) = parse("qwen3_coder", f"<function=typed>{inner}</function>", [TYPED])
+        return json.loads(call.arguments), call.notes
+
+    n, end = "<parameter=n>3</parameter>", "</parameter>"
+    assert given(f"<parameter=s>one{n}") == (
+        {"s": "one", "n": 3},
+        ("`</parameter>` of `s` was missing",),
+    )
+    assert given(f"<parameter=s>one{end}{n}")[1] == ()
+    for shown in ("<parameter=s>", "<parameter=other>", "<parameter=n"):
+        assert given(f"<parameter=s>one {shown} two{end}{n}") == (
+            {"s": f"one {shown} two", "n": 3},
+            (),
+        )
+    assert given(f"{n}<parameter=s>one <parameter=n> two{end}")[0]["s"] == "one <parameter=n> two"
+    value, (note,) = given("<parameter=l>[1, 2</parameter>")
+    assert value == {"l": [1, 2]} and note.startswith("`l`: ") and "missing" in note
+
+
+PAIR = {
+    "type": "object",
+    "properties": {
+        "x": {"type": "integer"},
+        "y": {"type": ["string", "null"]},
+        "next": {"$ref": "#/$defs/pair"},
+    },
+    "required": ["x", "y"],
+}
+PARTS = Tool(
+    "parts",
+    "",
+    {
+        "type": "object",
+        "properties": {
+            "pair": {"anyOf": [{"$ref": "#/$defs/pair"}, {"type": "null"}]},
+            "pairs": {"type": "array", "items": {"$ref": "#/$defs/pair"}},
+            "rows": {"type": "array", "items": {"type": "array", "items": {"type": "number"}}},
+            "mixed": {"type": "array", "prefixItems": [{"type": "string"}, {"type": "integer"}]},
+            "maybe": {"oneOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}]},
+            "counts": {"type": "array", "items": {"$ref": "#/$defs/count"}},
+            "any": {"type": ["object", "array"]},
+            "o": {"type": "object"},
+            "loose": {"type": ["object", "string"]},
+        },
+        "$defs": {"pair": PAIR, "count": {"type": "integer"}},
+    },
+)
+
+
+def element(name, *inner):
+    return f"]<]minimax[>[<{name}>{''.join(map(str, inner))}]<]minimax[>[</{name}>"
+
+
+def parts(*elements):
+    body = f']<]minimax[>[<invoke name="parts">{"".join(elements)}]<]minimax[>[</invoke>'
+    (call,) = parse("minimax_m3", body, [PARTS])
+    assert call.outcome == "valid"
+    return json.loads(call.arguments)
+
+
+def test_elements_inside_elements():
+    """An object that is declared elsewhere, or that may be null, had texts for numbers."""
+    one, two = element("x", 3), element("y", "null")
+    full, lacking = {"x": 3, "y": "7"}, {"x": 3, "y": None}
+    assert parts(element("pair", one, element("y", 7))) == {"pair": full}
+    assert parts(element("pair", one)) == parts(element("pair", one, two)) == {"pair": lacking}
+    pairs = element("item", one), element("item", element("y", 7), one)
+    assert parts(element("pairs", *pairs)) == {"pairs": [lacking, full]}
+    assert parts(element("pairs", *(f"\n {pair}" for pair in pairs), "\n"))
+    row = element("item", element("item", 1), element("item", 2.5))
+    assert parts(element("rows", row, row)) == {"rows": [[1, 2.5]] * 2}
+    counts = element("item", 5), element("item", 6)
+    assert parts(element("counts", *counts)) == {"counts": [5, 6]}
+    assert parts(element("pair", one, element("next", one))) == {
+        "pair": lacking | {"next": lacking}
+    }
+    assert parts(element("mixed", element("item", 1), element("item", 2))) == {"mixed": ["1", 2]}
+    assert parts(element("maybe", element("item", 4))) == {"maybe": [4]}
+    assert parts(element("any"), element("o"), element("maybe", "null")) == {
+        "any": [],
+        "o": {},
+        "maybe": None,
+    }
+    assert parts(element("loose", one)) == {"loose": one}, "it may be a text"
+    assert parts(element("maybe", "[1, 2]")) == {"maybe": [1, 2]}
+    for wrong, why in (
+        (element("rows", row, "x"), "unexpected text inside a value: `x`"),
+        (element("rows", "]<]minimax[>[<item>1"), "`item` is never closed"),
+        (element("pairs", element("item", element("x", "three"))), "x must be integer"),
+    ):
+        with pytest.raises(Refused, match=why):
+            parts(wrong)
+
+
 def test_a_missing_closing_element_is_noted():
     """A complete call is thrown away for want of `</function>`."""
     (call,) = parse("qwen3_coder", BODIES["qwen3_coder"].replace("</function>", ""))
@@ -283,7 +402,8 @@ def test_values_in_elements_follow_their_schema(key, raw, value):
 
 
 @pytest.mark.parametrize(
-    ("key", "raw"), [("n", "abc"), ("n", ""), ("n", "3.5"), ("b", "yes"), ("l", "1, 2")]
+    ("key", "raw"),
+    [("n", "abc"), ("n", ""), ("n", "3.5"), ("b", "yes"), ("l", "1, 2"), ("l", "")],
 )
 def test_values_of_the_wrong_type_are_refused(key, raw):
     """A bad integer raises out of the parser, or an unparsed string is passed on as if it were a
@@ -361,6 +481,13 @@ def test_pythonic_never_runs_anything():
             parse("pythonic", body)
 
 
+def test_arguments_of_code_may_have_any_name():
+    """A tool whose arguments are no identifiers could not be called."""
+    odd = Tool("odd", "", {"type": "object", "properties": {"a b": {}, "a b-c": {}}})
+    (call,) = parse("pythonic", "[odd(a b=1, a b-c=2)]", [*TOOLS, odd])
+    assert json.loads(call.arguments) == {"a b": 1, "a b-c": 2}
+
+
 def test_members_keep_the_source_text():
     """Arguments re-serialised with other spaces or key order."""
     text = '{"b" : [1,  2], "a":{"x":"\\u00e9\\"" }}'
@@ -384,6 +511,13 @@ def test_a_foreign_parser_cannot_lose_a_call():
     assert parse_calls(fmt, "now()", TOOLS)[0].arguments == "{}"
     with pytest.raises(Refused, match="dropped"):
         parse_calls(fmt, "now " + "something that matters " * 10, TOOLS)
+    long = {"text": "x" * 300, "list": ["y"] * 60}
+    eager = replace(fmt, style=Foreign(lambda text, tools: {"name": "now", "arguments": long}))
+    kept = len("nowtextlist") + 300 + len(json.dumps(long["list"]))
+    anything = [Tool("now", "", {"type": "object"})]
+    assert parse_calls(eager, "." * (kept + 180), anything)
+    with pytest.raises(Refused, match="dropped"):
+        parse_calls(eager, "." * (kept + 181), anything)
     crash = replace(fmt, style=Foreign(lambda text, tools: 1 / 0))
     with pytest.raises(Refused, match="ZeroDivisionError"):
         parse_calls(crash, "x", TOOLS)

@@ -154,12 +154,12 @@ def _read_named(fmt: Format, style: Named, body: str) -> list[Draft]:
         value = _value(body[match.end() :], style.values)
         exact = value.text if not value.notes else None
         draft = object_draft(match["name"], value.value, exact, list(value.notes))
-        body = _behind(fmt, _after_value(fmt, value.rest, style.after, draft))
+        body = _behind(fmt, _after_value(value.rest, style.after, draft))
         drafts.append(draft)
     return drafts
 
 
-def _after_value(fmt: Format, rest: str, after: str, draft: Draft) -> str:
+def _after_value(rest: str, after: str, draft: Draft) -> str:
     rest = rest.lstrip()
     if rest.startswith(after):
         return rest[len(after) :]
@@ -264,8 +264,10 @@ def _opening(style: Tagged, text: str, start: int, key: str, others: Set[str]) -
 def _with_nulls(value: Any, schema: Any, root: Any) -> Any:
     """`value` with the members that its schema requires, lets be null, and that are not there."""
     if isinstance(value, list):
-        item = json_schema.items_of(json_schema.followed(schema, root))[1]
-        return [_with_nulls(part, item, root) for part in value]
+        return [
+            _with_nulls(part, json_schema.item_of(schema, i, root), root)
+            for i, part in enumerate(value)
+        ]
     if not isinstance(value, dict):
         return value
     found = {
@@ -297,12 +299,14 @@ def _nested(style: Tagged, raw: str, sub: Any, root: dict[str, Any]) -> Any:
         return None
     parts = _parts(style, raw)
     if "array" in types:
-        item = json_schema.items_of(json_schema.followed(sub, root))[1]
-        return [_part(style, text, item, root) for _, text in parts]
-    found: dict[str, Any] = {}
-    for key, text in parts:
-        found[key] = _part(style, text, json_schema.property_of(sub, key), root)
-    return found
+        return [
+            _part(style, text, json_schema.item_of(sub, i, root), root)
+            for i, (_, text) in enumerate(parts)
+        ]
+    return {
+        key: _part(style, text, json_schema.property_of(sub, key, root), root)
+        for key, text in parts
+    }
 
 
 def _part(style: Tagged, text: str, sub: Any, root: dict[str, Any]) -> Any:

@@ -118,17 +118,27 @@ def followed(schema: Any, root: Any = None) -> dict[str, Any]:
     return schema if isinstance(schema, dict) else {}
 
 
+def _not_null(schema: Any, root: Any) -> dict[str, Any]:
+    """What a schema says that may be a reference, or the only alternative to null."""
+    root = schema if root is None else root
+    schema = followed(schema, root)
+    says = schema.keys() & {"properties", "items", "prefixItems"}
+    ways = () if says else schema.get("anyOf") or schema.get("oneOf") or ()
+    others = [way for way in ways if types_of(way, root) != {"null"}]
+    return followed(others[0], root) if len(others) == 1 else schema
+
+
 def property_of(schema: Any, key: str, root: Any = None) -> Any:
     """The schema of the member `key` of an object."""
-    schema = followed(schema, root)
+    schema = _not_null(schema, root)
     more = schema.get("additionalProperties")
     return schema.get("properties", {}).get(key, more if isinstance(more, dict) else {})
 
 
 def nullable(schema: Any, root: Any = None) -> list[str]:
     """The members that an object must have and that may be null."""
-    schema = followed(schema, root)
     root = schema if root is None else root
+    schema = _not_null(schema, root)
     names = [name for name in schema.get("required", ()) if name in schema.get("properties", {})]
     return [n for n in names if "null" in types_of(schema["properties"][n], root)]
 
@@ -139,6 +149,12 @@ def items_of(schema: dict[str, Any]) -> tuple[list[Any], Any]:
     if isinstance(items, list):
         return items, schema.get("additionalItems", True)
     return schema.get("prefixItems", []), items
+
+
+def item_of(schema: Any, index: int, root: Any = None) -> Any:
+    """The schema of an item of a list."""
+    first, others = items_of(_not_null(schema, root))
+    return first[index] if index < len(first) else others
 
 
 def walk(schema: Any, path: str = "") -> Iterator[tuple[str, dict]]:
