@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ds4cli.tools import checking
@@ -216,14 +216,16 @@ class Writer:
         values = self._values(index, syntax)
         keys, required, more = self._declared(index)
         heads = [(head(values, key), key, sub) for key, sub in keys.items()]
-        other = f"{self._any_head(close)} {values.anything()}" if more else NEVER
+        other = f"{self._any_head(index, keys, close)} {values.anything()}" if more else NEVER
         closing = f"WS? {quoted(close)}"
         rule = values.members(heads, required, closing, 'WS? "," WS?', other=other)
         self._said(values)
         return rule
 
-    def _any_head(self, close: str) -> str:
-        name = self.rules.define("ANY_NAME", r"/[A-Za-z_][\w.\-]{0,63}/")
+    def _any_head(self, index: int, keys: Iterable[str], close: str) -> str:
+        """What stands before the value of an argument that is none of `keys`."""
+        known = " | ".join(map(quoted, keys))
+        name = self.rules.define(f"NAME_{index}", _but(r"/[A-Za-z_][\w.\-]{0,63}/", known))
         return f"{name} WS? {quoted(':' if close == '}' else '=')} WS?"
 
     def _declared(self, index: int) -> tuple[dict[str, Any], set[str], bool]:
@@ -252,6 +254,7 @@ class Writer:
             for key, sub in keys.items()
             if (body := self._element(key, sub, values, style)) is not NEVER
         ]
+        values._note("what follows an undeclared argument is", more and style.is_keyed)
         end = self._call_end(style, kept)
         if self.rules.drawn:
             members = [(f"{head} {body}", key) for head, body, key in written]
@@ -282,12 +285,18 @@ class Writer:
             return marked(f"{name}v", bits, key) if is_open else f"{body} {marked(name, bits, key)}"
 
         lines = [f"{end}{done}", *(f"{head} {value(body, key)}" for head, body, key in written)]
-        lines += [f"{self._other(style)} {value(text)}"] if more else []
+        if more:  # an element's own tag ends it: where its name is not known, the call's does
+            body = self._rest(style) if style.is_keyed else value(text)
+            lines.append(f"{self._other(name, written)} {body}")
         self.rules.define(marked(name, bits), "\n  | ".join(lines))
         ways = [f"{text} {marked(name, bits)}", *self._cut_short(done)]
         ways += [f"{self._until(key)} {value(body, key)}" for _, body, key in written]
         self.rules.define(marked(f"{name}v", bits), "\n  | ".join(ways))
         return f"{name}::0x0" if bits else name
+
+    def _rest(self, style: Tagged) -> str:
+        """Anything up to the end of a call."""
+        return self.rules.define("rest[lazy]", f"/{ANY_TEXT}{escaped(style.call_close)}/")
 
     def _until(self, key: str) -> str:
         """A text that lacks its closing tag, up to the head of another argument."""
@@ -315,10 +324,14 @@ class Writer:
         end = f"GAP? {quoted(self.fmt.end)} TAIL?"
         return f"{close} ({end})?" if kept else f"{close} {end}"
 
-    def _other(self, style: Tagged) -> str:
+    def _other(self, name: str, written: list[tuple[str, str, str]]) -> str:
         """The head of an argument that is not declared."""
-        key = r"[^<>\"\n=/]{1,64}"
-        return f"/({SPACE})?{escaped(style.key_open)}{key}{_slashed(style.key_close)}/"
+        style = self.fmt.style
+        assert isinstance(style, Tagged)
+        key = r"[^<>\"\n=\/]{1,64}"
+        head = f"/({SPACE})?{escaped(style.key_open)}{key}{_slashed(style.key_close)}/"
+        known = " | ".join(declared for declared, _, _ in written)
+        return self.rules.define(f"OTHER_{name.upper()}", _but(head, known))
 
     def _terminal(self, literal: str, pattern: str = "") -> str:
         return f"/({SPACE})?{escaped(literal)}{_slashed(pattern)}/"
@@ -385,6 +398,11 @@ def _bare_words(value: Any, syntax: Syntax) -> list[str]:
     if value is None or isinstance(value, bool):
         return list(syntax.spellings(value))
     return [json.dumps(value)]
+
+
+def _but(terminal: str, others: str) -> str:
+    """The terminal but what is one of `others`."""
+    return f"{terminal} & ~({others})" if others else terminal
 
 
 def _pattern(text: str) -> str:

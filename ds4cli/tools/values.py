@@ -279,10 +279,11 @@ class Values:
     def _object(self, schema: dict[str, Any], depth: int) -> str:
         for word in ("minProperties", "maxProperties", "propertyNames"):
             self._note(f"`{word}` is", word in schema)
-        pairs = [(k, s) for k, s in schema.get("properties", {}).items()]
-        heads = [(f'({self._key(k)}) WS? ":" WS?', k, s) for k, s in pairs]
-        other = self._other(schema, [k for k, _ in pairs], depth)
+        declared = schema.get("properties", {})
+        heads = [(f'({self._key(k)}) WS? ":" WS?', k, s) for k, s in declared.items()]
+        other = self._other(schema, list(declared), depth)
         required = set(schema.get("required", ()))
+        self._note("`required` of what is not declared is", required - declared.keys())
         body = self.members(heads, required, 'WS? "}"', self._comma(), depth, other)
         return f'"{{" WS? {body}'
 
