@@ -293,3 +293,21 @@ def test_scores_of_a_line_that_asks_for_them():
     plain, _ = begin(desk, answer())
     finish(desk)
     assert plain.completion.logprobs is None
+
+
+def test_what_is_read_again_counts():
+    """A prompt that had to be read from its beginning was counted as if it had been kept."""
+    desk, long = (
+        desk_of(horizon_tokens=0, prefill_step_size=50),
+        [*PROMPT, *[i % WORDS for i in range(400)]],
+    )
+    begin(desk, answer(long))
+    before = len(MODEL._calls)
+    _, read = begin(desk, answer([*long[:20], 7]))
+    assert read == sum(MODEL._calls[before:]) > 10, "more than the one token that is new"
+    desk = desk_of(4, horizon_tokens=0, prefill_step_size=50)
+    desk._reader.sync(long)
+    before = len(MODEL._calls)
+    alike = [answer([*long[:20], i]) for i in range(3)]
+    common = desk.read_together(alike) - sum(len(of.prompt) for of in alike)
+    assert common == MODEL._calls[before] > 10
