@@ -13,7 +13,7 @@ import math
 import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -62,6 +62,8 @@ ORIGIN_WEIGHT = 0.25
 ASSUMED_GUESS, ASSUMED_DRAFT = 0.3, 0.6
 # A drafter's first drafts, which are not timed: on a GPU they may compile kernels for seconds.
 COMPILING = 2
+# How many times what it took before a shape of a call may take, and count as that.
+MOST_COLDER = 1.25
 # What a file calls the prices of calls for several texts.
 ROUNDS = "rounds"
 # Blocks until prices are made anew.
@@ -285,6 +287,7 @@ class CallCosts:
         self._listed = _line(ASSUMED)
         self._listed_weight = ASSUMED_WEIGHT
         self._seen: dict[int, Mean] = {}
+        self._warm = Warm()
         self._off = Mean(COST_DECAY)
         self._tokens = self._time = 0.0  # both fading; the time in plain tokens
         self._first_s = 0.0  # what the first token of this run took
@@ -350,10 +353,10 @@ class CallCosts:
             self.rate = max(1.0, self._tokens / self._time)
 
     def _see(self, rows: int, price: float) -> None:
-        if rows not in self._seen:
-            self._seen[rows] = Mean(1.0)  # the first call of a shape pays for compiling it
+        warm = self._warm.of(rows, price)
+        if warm is None:
             return
-        price = self._seen[rows].add(price)
+        price = self._seen.setdefault(rows, Mean(1.0)).add(warm)
         if rows > 1:
             self._off.add(price / self._listed[rows - 1])
         self._sightings += 1
@@ -442,6 +445,22 @@ class DraftTimes:
         """Expected for a draft of `length`."""
         fixed, each = self.line
         return fixed + length * each
+
+
+class Warm:
+    """What counts of the times that one shape of a call takes: its first says nothing, and a later
+    one not much more than the one before. So what is compiled or planned once is in no price."""
+
+    def __init__(self) -> None:
+        self._last: dict[Hashable, float] = {}
+
+    def __contains__(self, shape: Hashable) -> bool:
+        return shape in self._last
+
+    def of(self, shape: Hashable, value: float) -> float | None:
+        """What counts of `value`; None for nothing."""
+        before, self._last[shape] = self._last.get(shape), value
+        return None if before is None else min(MOST_COLDER * before, value)
 
 
 class Mean:

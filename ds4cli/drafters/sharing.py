@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ds4cli.drafters.costs import Mean
+from ds4cli.drafters.costs import Mean, Warm
 
 # What further rows, of all that a plain round costs with so many lanes, and a further length of
 # blocks are taken to cost before they were timed: on the low side, for that is found out.
 ASSUMED_ROWS, ASSUMED_LENGTH = 0.3, 0.02
-ASSUMED_WEIGHT = 0.1
+ASSUMED_WEIGHT = 1.0
 # Guesses of an offer while that is so.
 FIRST_GUESSES, MOST_FIRST = 1, 4
 # How much a round still counts after the next one, and what is known of a price after a round in
@@ -24,6 +24,10 @@ DECAY, FORGET = 0.97, 0.995
 NEAR = 1.5
 # Rounds that a price is made of which is remembered.
 ENOUGH_ROUNDS = 8
+# Guesses of a round in all, so that shapes of rounds come again: on CUDA each new one is planned.
+TOTALS = frozenset((1, 2, 3, *(n << k for n in (4, 6) for k in range(12))))
+# How many times what is expected a round may take, and count as that.
+FAR_OUT = 2.0
 # How much the first round of a shape says of what those of others take.
 NEW_SHAPE = 0.3
 # Rounds of a shape after which what its first one took is to be repaid.
@@ -33,6 +37,8 @@ WORTHWHILE = 0.02
 # A lane that runs ahead misses a call when it stops to feed guesses: they must be worth more.
 MISSED = 1.0
 HARDLY = 0.05
+# Lanes, rows, and lengths of blocks.
+Shape = tuple[int, int, int]
 
 
 class RoundCosts:
@@ -44,11 +50,12 @@ class RoundCosts:
 
     def __init__(self) -> None:
         self._plain: dict[int, Mean] = {}  # by lanes
-        self._met: set[tuple[int, int]] = set()  # lanes and rows of rounds that there were
-        self._compiling = 0.0  # what the first round of a shape takes more, in plain ones
-        # Lanes, and rows and lengths beyond plain, if the last round had guesses.
-        self._fed: tuple[int, float, int] | None = None
+        self._warm = Warm()
+        self._planning = 0.0  # what the first round of a shape takes more, in plain ones
+        # Shape of the last round, if it had guesses, and the rows and lengths that it counted for.
+        self._fed: tuple[Shape, float, int] | None = None
         self._sums = [0.0] * 5  # of rows^2, rows * lengths, lengths^2, rows * over, lengths * over
+        self._is_tempted = False
 
     def plain(self, lanes: int) -> float:
         """Seconds of a round of one row a lane, as with the next number of lanes that was timed; 0
@@ -64,31 +71,42 @@ class RoundCosts:
         return {n: mean.value for n, mean in self._plain.items() if mean.weight >= ENOUGH_ROUNDS}
 
     def observe(self, lanes: int, rows: int, lengths: int, seconds: float) -> None:
-        """A round took so long. The first of a shape may compile, which has a price of its own."""
+        """A round took so long. What the first of a shape takes more has a price of its own."""
         fed, self._fed = self._fed, None
-        plain = self.plain(lanes)
-        if (lanes, rows) not in self._met:
-            self._fed = (lanes, 0.0, 0) if rows > lanes else None
-            if rows > lanes and plain:
-                over = seconds / plain - self.cost(lanes, rows, lengths)
-                self._compiling += NEW_SHAPE * (max(0.0, over) - self._compiling)
-            self._met.add((lanes, rows))
-        elif rows == lanes and (fed is None or fed[0] != lanes):
-            self._plain.setdefault(lanes, Mean(DECAY)).add(seconds)
-        elif plain:
-            if rows > lanes:
-                more, kinds = rows / lanes - 1, lengths - 1
-                self._fed = fed = lanes, more, kinds
-                squares = more * more, more * kinds, kinds * kinds, 0.0, 0.0
-                self._sums = [DECAY * x + new for x, new in zip(self._sums, squares, strict=True)]
-            assert fed is not None, "a plain round is behind guesses here: they pay for it, too"
-            over = min(seconds / plain, 10.0) - 1
-            self._sums[3] += fed[1] * over
-            self._sums[4] += fed[2] * over
+        shape, plain = (lanes, rows, lengths), self.plain(lanes)
+        if rows > lanes:
+            self._fed = self._count(shape, seconds / plain) if plain else (shape, 0.0, 0)
+        elif fed is None or fed[0][0] != lanes:
+            warm = self._warm.of(shape, seconds)
+            if warm is not None:
+                self._plain.setdefault(lanes, Mean(DECAY)).add(warm)
+        elif plain:  # behind guesses, which pay for it, too
+            warm = self._warm.of(("behind", fed[0]), seconds / plain)
+            self._add(fed[1], fed[2], 1.0 if warm is None else warm)
+        if self._is_tempted and rows == lanes:  # what keeps guesses out is doubted in time
+            self._sums = [FORGET * x for x in self._sums]
+        self._is_tempted = False
 
-    def forget(self) -> None:
-        """There were guesses, and none was fed."""
-        self._sums = [FORGET * x for x in self._sums]
+    def _count(self, shape: Shape, took: float) -> tuple[Shape, float, int]:
+        """A round of this shape, with guesses, took so many plain ones."""
+        lanes, rows, lengths = shape
+        expected, warm = self.cost(*shape), self._warm.of(shape, took)
+        if warm is None:
+            self._planning += NEW_SHAPE * (max(0.0, took - expected) - self._planning)
+            return shape, 0.0, 0
+        more, kinds = rows / lanes - 1, lengths - 1
+        squares = more * more, more * kinds, kinds * kinds, 0.0, 0.0
+        self._sums = [DECAY * x + new for x, new in zip(self._sums, squares, strict=True)]
+        self._add(more, kinds, min(warm, FAR_OUT * expected))
+        return shape, more, kinds
+
+    def _add(self, more: float, kinds: int, took: float) -> None:
+        self._sums[3] += more * (took - 1)
+        self._sums[4] += kinds * (took - 1)
+
+    def tempt(self) -> None:
+        """There were guesses, and they are not fed."""
+        self._is_tempted = True
 
     @property
     def is_known(self) -> bool:
@@ -107,11 +125,8 @@ class RoundCosts:
     def cost(self, lanes: int, rows: int, lengths: int) -> float:
         """Of a round, in plain ones."""
         row, length = self.prices()
-        return 1 + row * (rows / lanes - 1) + length * (lengths - 1) + self.first(lanes, rows)
-
-    def first(self, lanes: int, rows: int) -> float:
-        """What a round costs more, in plain ones, because there was none of so many rows yet."""
-        return 0.0 if (lanes, rows) in self._met else self._compiling / REPAID_AFTER
+        first = 0.0 if (lanes, rows, lengths) in self._warm else self._planning / REPAID_AFTER
+        return 1 + row * (rows / lanes - 1) + length * (lengths - 1) + first
 
 
 def share(
@@ -134,6 +149,8 @@ def share(
             return best, highest
         tokens += chance
         fed[i] += 1
+        if sum(fed) not in TOTALS:
+            continue
         lengths = {k + 1 for k in fed} | ({1} if len(fed) < lanes else set())
         rate = tokens / (spent + costs.cost(lanes, lanes + sum(fed), len(lengths)))
         if rate > highest:
@@ -143,8 +160,8 @@ def share(
 def is_worth_stopping(costs: RoundCosts, lanes: int, chances: Sequence[float]) -> bool:
     """Whether a lane that runs ahead should stop, and feed guesses with these chances."""
     row, length = costs.prices()
-    gain, most = -MISSED - lanes * length, 0.0
-    for k, chance in enumerate(chances, 1):
+    gain = most = -MISSED - lanes * length
+    for chance in chances:
         gain += chance - row  # a row costs the round's share of what all lanes make in it
-        most = max(most, gain - lanes * costs.first(lanes, lanes + k))
+        most = max(most, gain)
     return most > WORTHWHILE * lanes

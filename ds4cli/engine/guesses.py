@@ -154,7 +154,7 @@ class Guesses:
         chances = [turn.chances for turn in turns]
         fed, _ = share(self._costs, len(self._lanes), chances, spent)
         if not any(fed):
-            self._costs.forget()
+            self._costs.tempt()
         for turn, k in zip(turns, fed, strict=True):
             turn.lane.session.stats.parked += not k
             turn.lane.guess(turn.drafts[:k])
@@ -178,6 +178,8 @@ class Guesses:
             return False
         _, chances = session.offer(token, left)
         wanted = is_worth_stopping(self._costs, len(self._lanes), chances)
+        if chances and not wanted:
+            self._costs.tempt()
         session.policy.saw(wanted)
         return wanted
 
