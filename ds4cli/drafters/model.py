@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ds4cli.arrays import integer, integers
+from ds4cli.arrays import integers
 from ds4cli.drafters.drafter import Drafter, Together
 from ds4cli.lanes.arm import Lanes
 from ds4cli.rewind.timeline import Timeline
@@ -34,20 +34,25 @@ class ModelDrafter(Drafter):
         self.sampler = sampler
 
     def propose(self, tokens: Sequence[int], n: int) -> list[int]:
-        """The draft model's own picks for the n tokens after `tokens`."""
-        self.timeline.sync(tokens)
-        drafts = [self._pick(tokens)]
-        while len(drafts) < n:
-            self.timeline.feed(drafts[-1:])
-            self.timeline.evaluate()
-            self.timeline.commit(1)
-            drafts.append(self._pick([*tokens, *drafts]))
+        """The draft model's own picks for the n tokens after `tokens`. While a call runs the next
+        one is built, on a pick that nobody waits for, unless the sampler needs to know it."""
+        if n < 1:
+            return []
+        timeline, chooser = self.timeline, Chooser([self.sampler], [tokens])
+        feed: list[int] | mx.array = self.stand_before(tokens)
+        blocks, picks = [len(feed)] + [1] * (n - 1), []
+        try:
+            for _ in blocks:
+                feed = chooser.pick(timeline.feed(feed)[-1:])
+                timeline.evaluate(feed, wait=False)
+                picks.append(feed)
+            drafts = integers(mx.concatenate(picks))
+        except BaseException:
+            timeline.abort()
+            raise
+        for rows in blocks:
+            timeline.commit(rows)
         return drafts
-
-    def _pick(self, history: Sequence[int]) -> int:
-        row = self.timeline.logits
-        assert row is not None, "a text was read"
-        return integer(self.sampler.pick(row[None], self.timeline.pos, history))
 
     def stand_before(self, text: Sequence[int]) -> list[int]:
         """Stand at the last position from which little of `text` is left, at least its last token;
