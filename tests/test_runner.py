@@ -57,6 +57,7 @@ class Words:
             raise UsageError("beyond the context")
 
     def template(self, settings, specs):
+        assert isinstance(settings, Settings)
         self.templates += 1
         return Template(specs)
 
@@ -151,9 +152,11 @@ def test_a_template_that_drops_a_system_text_is_named_once():
     """Guards: a warning a line, or none."""
     said = []
     made = planner(Settings().filled(), warn=said.append)
+    assert not made.job(chat("x", 2)).error and said == []
     for number in (3, 4):
         messages = [{"role": role, "content": "x"} for role in ("user", "system", "user")]
-        made.job(parse(number, json.dumps({"messages": messages}).encode() + b"\n"))
+        job = made.job(parse(number, json.dumps({"messages": messages}).encode() + b"\n"))
+        assert not job.error
     assert said == ["line 3: the chat template leaves out a later system text"]
 
 
@@ -212,6 +215,7 @@ class Desk:
 
     def begin(self, choice, guard, cancel):
         self.log.append(("begin", choice.answer.item.number, choice.index, guard))
+        assert choice.answer.is_guarded == (guard is not None)
         plan = self.plan.get(choice.answer.item.prompt)
         if plan == "begin":
             raise DS4Error("not begun")
@@ -411,6 +415,7 @@ def test_bad_lines_cost_nothing_but_themselves():
     }  # fmt: skip
     assert lines[4]["error"]["message"] == "line 4: ZeroDivisionError: x"
     assert lines[2]["error"]["message"] == "line 2: too long"
+    assert lines[5]["error"]["message"] == "line 5: no"
     assert (tally.answered, tally.failed) == (2, 4) and len(shown) == 6
     assert desk.log.count("anew") == 1, "after what nobody foresaw"
     assert [entry[1] for entry in desk.log if entry[0] == "drop"] == [3, 4, 5]
@@ -422,6 +427,20 @@ def test_a_line_that_failed_is_written_no_further():
     lines, tally, _ = runner(desk, Blocks([item("bug", 1, n=4, temperature=1.0), item("z", 2)]))
     assert lines[1]["error"] and lines[2]["response"] and tally.failed == 1
     assert len([entry for entry in desk.log if entry[:2] == ("begin", 1)]) == 2
+
+
+def test_a_line_that_fails_at_its_end_has_one_result():
+    """Its answer was put behind its error."""
+    desk = Desk()
+    take = desk.take
+
+    def fail(choice):
+        take(choice)
+        raise DS4Error("late")
+
+    desk.take = fail
+    lines, tally, _ = runner(desk, Blocks([item("a", 1)]))
+    assert lines[1]["error"]["message"] == "line 1: late" and tally.answered == 0
 
 
 def test_fail_fast_begins_no_line_after_a_failure():

@@ -329,6 +329,26 @@ def test_a_text_that_was_cut_says_what_is_missing(text, words):
     assert guard.finish("length").reason == f"the text was cut (length): {words}"
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "the rest of the value is missing"),
+        ('{"name": "A"}', "the rest of the value is missing"),
+        ('{"age": 1, "tags": [{"name": "A"', "the keys `name` and `}]}` are missing"),
+        ('{"tags": {"name": "A", "age": 1}', "the keys `name`, `age` and `}` are missing"),
+        ('{"na\\u006de": "A", "x\\', 'the keys `age` and `"}` are missing'),
+        ('{"x\\": "', "the keys `name`, `age` and `}` are missing"),
+        ('[{"name": 1, "age": {', "`}}]` is missing"),
+        ('{"name": "age", "b": "[:{"', "the keys `age` and `}` are missing"),
+        ('{"name": [1], "age": [2', "`]}` is missing"),
+    ],
+)
+def test_what_a_text_lacks_to_be_whole(text, words):
+    """Guards: a key of an inner object, or a text, that counts as one of the outermost."""
+    wanted = FORMS["object"] if text[:1] != "[" else Wanted("json", True, "x")
+    assert missing(wanted, text) == words
+
+
 def test_missing_reads_strings_as_json_does():
     """Guards: a bracket or a quote inside a string counted as one of the text."""
     wanted = FORMS["object"]

@@ -123,6 +123,8 @@ def test_json_calls_are_objects_or_lists_of_them():
     extra = '{"tool_call_id": "0", "tool_name": "now", "parameters": {}}'
     assert usual("command_r7b").body(extra) and not takes.body(extra)
     assert usual("apertus").body('{"now": {}}') and not usual("apertus").body('{"now": 1}')
+    assert not takes.body(f"{now}<tool_call>{now}"), "each has a section of its own, or none"
+    assert not usual("xlam")(f"[{now}]{now}")
     mark = "<|tool_call|>"
     for text in (f"{mark}{now}{mark}{now}", f"{mark}{now}, {mark}{now}", f"{mark}{now}{now}"):
         assert usual("granite3")(text), text
@@ -229,6 +231,8 @@ def test_every_argument_in_its_own_element(name):
     ):  # fmt: skip
         assert not takes.body(given(name, *arguments)), arguments
     assert {*takes.notices} == {"`maxLength` is checked when a call closes, not before"}
+    around = [text for text in ("\nx y\n", " x y\n") if takes.body(given(name, n, ("e", text)))]
+    assert len(around) == {"qwen3_coder": 1, "minicpm5": 2}.get(name, 0), "what is no part of it"
     more = Takes(name, [OPEN])
     assert len({*more.notices}) == (2 if name == "minimax_m3" else 1)
     assert not more.body(given(name, n, n)) and not more.body(given(name, ("n", "x")))
@@ -302,6 +306,19 @@ def test_a_drawn_call_is_the_only_way():
     harmony = Takes("harmony", drawn="<|channel|>commentary to=functions.get_weather")
     tail = "now<|message|>{}<|call|>"
     assert harmony(f"<|channel|>commentary to=functions.{tail}") and not harmony(f" to={tail}")
+
+
+def test_what_is_left_to_the_check_is_said_of_every_tool():
+    """Guards: only the last one's limits are named; a tool that no argument fits."""
+    tools = [
+        Tool(name, "", {"type": "object", "properties": {"x": {"type": "array", word: True}}})
+        for name, word in (("a", "uniqueItems"), ("b", "contains"))
+    ]
+    for name in ("json_tools", "pythonic", "qwen3_coder"):
+        notices = " ".join(Takes(name, tools).notices)
+        assert "`uniqueItems`" in notices and "`contains`" in notices
+    never = Takes("json_tools", [Tool("f", "", {"anyOf": [False]})])
+    assert never.body('{"name": "f", "arguments": {}}')
 
 
 def test_what_only_its_parser_knows_has_no_grammar():
