@@ -64,7 +64,8 @@ class Sampler:
         It applies after the filters; where they leave nothing allowed, the whole row counts.
         """
         width = min(rows.shape[-1], self._token_limit)
-        rows = rows[:, :width]
+        if width < rows.shape[-1]:
+            rows = rows[:, :width]
         if self._bias is not None or self.needs_history:
             rows = self._penalise(rows.astype(mx.float32), pos, history)
         if mask is not None:
@@ -73,7 +74,7 @@ class Sampler:
             # The filters never drop the best token, and falling back to the whole row when they
             # drop the best allowed one is what greedy does without them.
             rows = rows if mask is None else mx.where(mask, rows, -mx.inf)
-            return mx.argmax(rows, axis=-1).astype(mx.int32)
+            return mx.argmax(rows, axis=-1).view(mx.int32)
         dropped = self._drops(pos, len(rows))
         return self._sample(rows.astype(mx.float32), self.noise(pos, len(rows)), mask, dropped)
 

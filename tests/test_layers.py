@@ -17,7 +17,7 @@ from ds4cli.rewind.layers import Layers
 class Layer:
     """An adapter that notes its calls. shares: what `leave` answers."""
 
-    splits_long_calls = False
+    splits_long_calls = comes_with_logits = False
 
     def __init__(self, low=0, high=9, at=5, seekable=True, keeps=True, shares=True):
         self.seekable, self.keeps_every_row, self.shares = seekable, keeps, shares

@@ -1,6 +1,7 @@
 """The timeline: transactions, the horizon, the checkpoints, counted calls, memory."""
 
 import gc
+import io
 import random
 from dataclasses import replace
 from functools import lru_cache
@@ -45,6 +46,45 @@ def check(t):
     assert all(a.pos() in (None, t.pos) for a in t.adapters)
     if t.logits is not None:
         assert_fresh(t.model, t)
+
+
+@pytest.mark.parametrize("name", [n for n in CFG if ":" not in n])
+def test_what_comes_with_the_logits_is_computed_with_them(name):
+    """Else what a layer holds waits for a reader that never comes, and grows by every call."""
+    t = timeline(name)
+    t.sync(prompt(5))
+    t.feed([1])
+    mx.eval(t.pending())
+    t.commit(1)
+    t.feed([2])
+    mx.eval(t.pending())
+    waiting = io.StringIO()
+    mx.export_to_dot(waiting, *(x for a in t.adapters for x in a.arrays()))
+    assert "shape=rectangle" not in waiting.getvalue()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_plain_rows_are_not_evaluated_by_themselves(name):
+    """Each array more is a cost of the host's, for every token."""
+    t = timeline(name)
+    t.sync(prompt(5))
+    slots = sum(not a.seekable for a in t.adapters)
+    assert len(t._now.layers.live()) == slots
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_undo_of_a_call_that_made_room_puts_the_buffers_back(rows):
+    """A layer that was stopped between its keys and its values has buffers of two lengths."""
+    t = timeline("llama")
+    t.sync(prompt(256 - rows + 1))
+    cache = t.adapters[1].cache
+    before = cache.keys.shape, cache.values.shape
+    opening = t.opening()
+    cache.keys = mx.concatenate([cache.keys, cache.keys], axis=2)
+    t.undo(opening)
+    assert (cache.keys.shape, cache.values.shape) == before
+    step(t, [*range(1, rows + 1)])
+    check(t)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

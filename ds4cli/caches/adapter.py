@@ -23,7 +23,8 @@ class LayerAdapter:
     replay or a checkpoint brings back. keeps_every_row: whether it can go back to any position by
     itself, so that it needs no checkpoint. splits_long_calls: whether a call of more rows than its
     slack leaves positions inside that call out of reach. row_axis: the axis of the saved arrays
-    that grows with the position; None: there is none.
+    that grows with the position; None: there is none. comes_with_logits: whether attention reads
+    every row in the very call that writes it, so that evaluating its logits computes the cache.
     """
 
     # Without defaults where a wrong guess would be silent: forgetting one stops the load.
@@ -32,6 +33,7 @@ class LayerAdapter:
     keeps_every_row: bool
     splits_long_calls = False
     row_axis: int | None = 2
+    comes_with_logits = False
 
     def __init__(self, cache: Any):
         self.cache = cache
@@ -166,6 +168,8 @@ class SharedRows(CursorAdapter):
     that still holds that object needs a row at or past the writer's position; else it leaves first.
     No owner is recorded: who writes first past the others' rows keeps the buffer.
     """
+
+    comes_with_logits = True
 
     def _buffers(self) -> tuple[Any, Any]:
         """What a write goes into. Either may be shared alone: deepseek_v32 puts another `keys`

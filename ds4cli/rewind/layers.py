@@ -23,11 +23,13 @@ from ds4cli.tape.tape import Slots
 
 class Hold(NamedTuple):
     """What undoes a model call or a move: every cache and adapter, attribute by attribute, by
-    reference. moved: of the seat, if the caches have one. slots: those of the recurrent layers."""
+    reference. moved: of the seat, if the caches have one. slots: those of the recurrent layers.
+    cursor: where all plain layers stand before a call; then `rows` are their keys and values."""
 
-    rows: list[tuple[dict[str, Any], dict[str, Any]]]
+    rows: list[tuple[Any, Any]]
     moved: int
     slots: Slots
+    cursor: int | None = None
 
 
 class Layers:
@@ -45,6 +47,12 @@ class Layers:
         self.can_cut = all(a.keeps_every_row for a in self.adapters)
         self.splits_long_calls = any(a.splits_long_calls for a in self.adapters)
         self._seekable = [a for a in self.adapters if a.seekable]
+        self._is_plain = all(a.comes_with_logits and a.keeps_every_row for a in self._seekable)
+        # Not in a list of a layer's caches, whose parts may have a use of their own.
+        self._unread = [
+            a for a in self.adapters
+            if not (a.comes_with_logits and any(a.cache is cache for cache in caches))
+        ]  # fmt: skip
         self._kin: weakref.WeakSet[Layers] | None = None  # all branches, once there are some
         self._is_apart = False  # no rows are shared with any of them
         # What `hold` takes of layers that all have seats, and the cursors of which it was taken.
@@ -52,17 +60,24 @@ class Layers:
 
     # -- around a model call ----------------------------------------------------------------------
 
-    def hold(self) -> Hold:
-        """Free to take; good until the next move that is not undone."""
-        caches = self.recurrent_caches
-        if caches and "stack" in caches[0].__dict__ and caches[0].stack.is_whole:
-            slots: Slots = StackedSlots(caches[0].stack.layers, caches[0].row)
-        else:
-            slots = [[*c.cache] for c in caches]
+    def hold(self, before_call: bool = False) -> Hold:
+        """Free to take; good until the next move that is not undone. before_call: only a model call
+        is to be undone, which moves all plain layers alike and knows nothing of adapters."""
+        slots = self._slots()
         for first in self._seekable:
             if "seat" in first.cache.__dict__:
                 return Hold(self._cursors(first.cache.seat), first.cache.seat.moved, slots)
+            if before_call and self._is_plain:
+                caches = [a.cache for a in self._seekable]
+                return Hold([(c.keys, c.values) for c in caches], 0, slots, first.cache.offset)
+            break
         return Hold([({**a.__dict__}, {**a.cache.__dict__}) for a in self._seekable], 0, slots)
+
+    def _slots(self) -> Slots:
+        caches = self.recurrent_caches
+        if caches and "stack" in caches[0].__dict__ and caches[0].stack.is_whole:
+            return StackedSlots(caches[0].stack.layers, caches[0].row)
+        return [[*c.cache] for c in caches]
 
     def _cursors(self, seat: Seat) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """The rows of a `Hold` while the lane has a seat: where all layers have it, the same list
@@ -76,9 +91,12 @@ class Layers:
 
     def restore(self, hold: Hold) -> None:
         """Undo what happened since `hold`: seeks, restored checkpoints, failed model calls."""
-        for a, (adapter, cache) in zip(self._seekable, hold.rows, strict=True):
-            a.__dict__.update(adapter)
-            put_back(a.cache, cache, hold.moved)
+        for a, (first, second) in zip(self._seekable, hold.rows, strict=True):
+            if hold.cursor is None:
+                a.__dict__.update(first)
+                put_back(a.cache, second, hold.moved)
+            else:
+                put_back(a.cache, dict(keys=first, values=second, offset=hold.cursor), 0)
         self._set_slots(hold.slots)
         for layers in self._kin or ():  # these may be the rows of long ago
             layers._is_apart = False
@@ -99,8 +117,9 @@ class Layers:
         self._is_apart = not any(shared)
 
     def live(self) -> Any:
-        """A tree with all arrays of the caches, for `mx.eval`, which skips the rest."""
-        return [a.cache.__dict__ for a in self.adapters]
+        """A tree for `mx.eval`, which skips what is no array: what the caches hold that is not
+        computed with the logits of the call anyway. Each array more costs the host."""
+        return [a.cache.__dict__ for a in self._unread]
 
     # -- moving -----------------------------------------------------------------------------------
 

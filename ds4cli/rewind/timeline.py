@@ -76,6 +76,8 @@ class _Block(NamedTuple):
 
     def row(self, rows: int) -> mx.array:
         """The logits row (V,) after the first `rows` tokens of the feed."""
+        if self.logits.shape[0] == 1:
+            return self.logits.squeeze(0)  # a third of what an index takes, for every token
         return self.logits[rows - 1 - len(self.feed) + self.logits.shape[0]]
 
 
@@ -256,7 +258,7 @@ class Timeline:
         start = now.pos
         for below in now.open:
             start += len(below.feed)
-        return Opening(now, now.layers.hold(), start)
+        return Opening(now, now.layers.hold(before_call=True), start)
 
     def open(
         self,
@@ -313,7 +315,7 @@ class Timeline:
         return layers
 
     def _run(self, tokens: list[int] | mx.array, layers: Layers) -> tuple[mx.array, list[mx.array]]:
-        ids = mx.array(tokens, mx.int32)[None]
+        ids = tokens[None] if isinstance(tokens, mx.array) else mx.array([tokens], mx.int32)
         if self.taps is None:
             return self.model(ids, cache=layers.caches)[0], []
         with self.taps.noting() as hidden:
@@ -426,8 +428,8 @@ class Timeline:
         """Without a tape: back to the block's start, then a second model call."""
         layers = self._now.layers
         layers.restore(block.hold)
-        self._call(block.feed[:rows], record=False)
-        mx.eval(layers.live())
+        logits, *_ = self._call(block.feed[:rows], record=False)
+        mx.eval(logits, layers.live())
 
     def _remember(self, before: Moment, now: Moment, block: _Block, rows: int) -> None:
         """Keep what leads from `before` to `now`, and `now` itself where a checkpoint is due."""
