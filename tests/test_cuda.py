@@ -12,8 +12,10 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.models.gated_delta import gated_delta_ops
 from mlx_lm.models.rwkv7 import _wkv7_step_ops
 from mlx_lm.models.ssm import compute_dt, ssm_attn, ssm_update
+from test_convolutions import convolution
 
 from ds4cli.bench.reference import stock
+from ds4cli.hooks import convolutions as forms
 from ds4cli.hooks import delta
 from ds4cli.hooks.cuda import attention, convolutions, kernels, recurrences, rows, seats, switch
 from ds4cli.tape.check import self_check
@@ -246,7 +248,7 @@ def taken(on, monkeypatch):
 
 def armed(name, **over):
     model = tiny.build(name, **over)
-    delta.use_chunked(model)
+    delta.use(model)
     recurrences.use(model)
     return model
 
@@ -462,22 +464,12 @@ def test_other_heads_than_the_kernel_knows_are_left_to_mlx(on):
 # --- convolutions -------------------------------------------------------------------------------
 
 
-def convolution(bias, channels=6, size=4):
-    conv = nn.Conv1d(channels, channels, size, groups=channels, bias=bias)
-    if bias:
-        conv.bias = mx.arange(channels) / 3
-    return conv
-
-
-def test_only_convolutions_of_each_channel_alone_are_taken(on):
-    """Guards: the kernel for a convolution that it does not compute, or on one row of a token."""
-    taken = convolution(False), convolution(True)
-    left = [nn.Conv1d(6, 6, 4), nn.Conv1d(6, 6, 4, groups=3), nn.Conv1d(6, 12, 4, groups=6)]
-    left += [nn.Conv1d(6, 6, 4, groups=6, **{k: 2}) for k in ("stride", "padding", "dilation")]
-    for conv, count in [*((c, 1) for c in taken), *((c, 0) for c in left)]:
-        assert len(convolutions.use(nn.Sequential(conv))) == count
+def test_a_convolution_of_one_row_is_mlxs(on):
+    """Guards: the kernel on one row of a token, whose one length is planned once."""
+    conv = convolution(False)
+    assert len(forms.use(nn.Sequential(conv))) == 1
     x = mx.random.normal((1, 4, 6))
-    assert mx.array_equal(taken[0](x), nn.Conv1d.__call__(taken[0], x))
+    assert mx.array_equal(conv(x), nn.Conv1d.__call__(conv, x))
 
 
 @needs_cuda

@@ -1,4 +1,5 @@
-"""The chunked gated delta rule: the same function as mlx-lm's loop over tokens, faster."""
+"""The gated delta rule in chunks and row by row: the same function as mlx-lm's loop over tokens,
+faster."""
 
 from __future__ import annotations
 
@@ -33,12 +34,14 @@ def error(a, b):
 
 def agree(args, mask=None, tolerance=2e-6):
     want_y, want = gated_delta_ops(*args, mask)
-    y, state = delta.chunked(*args, mask)
-    assert y.dtype == want_y.dtype and y.shape == want_y.shape and state.dtype == want.dtype
-    if mask is not None:
-        y, want_y = (mx.where(mask[..., None, None], o, 0) for o in (y, want_y))
-    assert error(y, want_y) < tolerance
-    assert error(state, want) < tolerance
+    few = args[0].shape[1] < 2 * delta.MIN_ROWS
+    for form in (delta.chunked, delta.stepped) if few else (delta.chunked,):
+        y, state = form(*args, mask)
+        assert y.dtype == want_y.dtype and y.shape == want_y.shape and state.dtype == want.dtype
+        if mask is not None:
+            y, want_y = (mx.where(mask[..., None, None], o, 0) for o in (y, want_y))
+        assert error(y, want_y) < tolerance
+        assert error(state, want) < tolerance
 
 
 @pytest.mark.parametrize("channel", [False, True], ids=["per head", "per channel"])
@@ -69,10 +72,11 @@ def test_equal_keys_stay_accurate(channel):
 @pytest.mark.parametrize("channel", [False, True], ids=["per head", "per channel"])
 def test_new_state_batches_and_masks(channel):
     """A state of None, a second sequence, or padding rows that move the state."""
-    args = inputs(40, channel=channel, batch=3)
-    agree((*args[:5], None))
-    mask = mx.arange(40)[None] >= mx.array([0, 7, 39])[:, None]
-    agree(args, mask)
+    for rows in (5, 40):
+        args = inputs(rows, channel=channel, batch=3)
+        agree((*args[:5], None))
+        mask = mx.arange(rows)[None] >= mx.array([0, 2, rows - 1])[:, None]
+        agree(args, mask)
 
 
 def test_final_state_is_the_state_of_the_full_rule():
@@ -84,12 +88,13 @@ def test_final_state_is_the_state_of_the_full_rule():
 
 def test_half_precision_keeps_a_float32_state():
     """A state that loses its digits because the rows are bfloat16."""
-    args = inputs(40)
-    low = [x.astype(mx.bfloat16) for x in args[:3]]
-    y, state = delta.chunked(*low, *args[3:])
-    want_y, want = gated_delta_ops(*low, *args[3:])
-    assert (y.dtype, state.dtype) == (mx.bfloat16, mx.float32)
-    assert error(state, want) < 2e-6 and error(y, want_y) < 1e-2
+    for rows, form in ((40, delta.chunked), (1, delta.stepped)):
+        args = inputs(rows)
+        low = [x.astype(mx.bfloat16) for x in args[:3]]
+        y, state = form(*low, *args[3:])
+        want_y, want = gated_delta_ops(*low, *args[3:])
+        assert (y.dtype, state.dtype) == (mx.bfloat16, mx.float32)
+        assert error(state, want) < 2e-6 and error(y, want_y) < 1e-2
 
 
 def test_inverse_by_products_equals_the_solver():
@@ -101,22 +106,24 @@ def test_inverse_by_products_equals_the_solver():
 
 
 class _Counter:
-    """Counts the calls of `delta.chunked`."""
+    """Counts the calls of `delta.chunked` and `delta.stepped`, by their rows."""
 
     def __init__(self, monkeypatch):
-        self.rows = []
-        real = delta.chunked
+        self.rows, self.few = [], []
+        for name, rows in (("chunked", self.rows), ("stepped", self.few)):
+            monkeypatch.setattr(delta, name, self._counted(getattr(delta, name), rows))
 
-        def chunked(q, *args):
-            self.rows.append(q.shape[1])
-            return real(q, *args)
+    def _counted(self, form, rows):
+        def counted(q, *args):
+            rows.append(q.shape[1])
+            return form(q, *args)
 
-        monkeypatch.setattr(delta, "chunked", chunked)
+        return counted
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next", "olmo_hybrid", "kimi_linear", "kimi_k3"])
 def test_the_switch_keeps_the_model_and_is_undone(name, monkeypatch):
-    """A prefill that drifts from mlx-lm's, short calls that leave its code, a switch that stays."""
+    """Calls that drift from mlx-lm's, or run its loop after all, and a switch that stays."""
     model, other = tiny.build(name), tiny.build(name)
     tokens, next_token = tiny.ids(40)[None], tiny.ids(1, 2)[None]
 
@@ -126,9 +133,9 @@ def test_the_switch_keeps_the_model_and_is_undone(name, monkeypatch):
 
     want = run(model)
     counter = _Counter(monkeypatch)
-    swaps = delta.use_chunked(model)
+    swaps = delta.use(model)
     got = run(model)
-    assert counter.rows == [40] * 3
+    assert (counter.rows, counter.few) == ([40] * 3, [1] * 3)
     assert len(swaps) == 3
     assert all(mx.allclose(a, b, atol=2e-5) for a, b in zip(got, want, strict=True))
     run(other)
@@ -143,7 +150,7 @@ def test_the_switch_is_off_where_there_is_a_kernel(monkeypatch):
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     model = tiny.build("qwen3_5")
     assert delta.has_kernel()
-    assert len(delta.use_chunked(model)) == 0
+    assert len(delta.use(model)) == 0
 
 
 def test_recording_a_switched_model(monkeypatch):
@@ -153,7 +160,7 @@ def test_recording_a_switched_model(monkeypatch):
 
     model = tiny.build("qwen3_5")
     counter = _Counter(monkeypatch)
-    delta.use_chunked(model)
+    delta.use(model)
     recorder = Recorder.arm(model)
     assert self_check(model, recorder, lambda: make_prompt_cache(model)).difference < 0.5
     assert counter.rows == [4] * 3

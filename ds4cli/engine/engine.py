@@ -29,8 +29,8 @@ from ds4cli.engine.capabilities import Capabilities, survey
 from ds4cli.engine.scores import Spelling
 from ds4cli.engine.session import Session
 from ds4cli.errors import ModelError, StateError, UsageError
-from ds4cli.hooks import delta
-from ds4cli.hooks.cuda import attention, convolutions, recurrences, switch
+from ds4cli.hooks import convolutions, delta
+from ds4cli.hooks.cuda import attention, recurrences, switch
 from ds4cli.hooks.last_row import Projections
 from ds4cli.hooks.taps import Taps
 from ds4cli.lanes.arm import Lanes
@@ -78,7 +78,7 @@ class Armed:
         armed = getattr(model, "ds4cli_armed", None)
         if armed is None:
             attention.use(model)
-            delta.use_chunked(model)
+            delta.use(model)
             recurrences.use(model)
             convolutions.use(model)
             armed = cls(Projections(model), *_recorder(model))

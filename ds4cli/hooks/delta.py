@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks, in plain mlx operations.
+"""The gated delta rule in chunks, and row by row, in plain mlx operations.
 
     S_t = S_{t-1} diag(g_t) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T            y_t = S_t q_t
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, wraps
-from inspect import unwrap
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,8 +26,8 @@ from mlx_lm.models.gated_delta import gated_delta_kernel
 from ds4cli.hooks.cuda import kernels, switch
 from ds4cli.hooks.rebind import Swaps, calls, rebound, with_globals
 
-# From this many rows a model call uses the chunks. Measured: level with mlx-lm's loop at 3 rows of
-# 8 heads x 64, ahead at 2 rows of 16 x 128; one row always runs mlx-lm's own step.
+# From this many rows a model call uses the chunks. Measured on a CPU: 4 to 8 rows of 8 heads x 32
+# and 6 of 12 x 64 take as long one by one, 3 of 16 x 128.
 MIN_ROWS = 4
 
 # Rows solved together. A gate per channel needs (chunk, chunk, Dk) products, hence the shorter one.
@@ -57,8 +56,7 @@ def chunked(
     state in float32.
     """
     if mask is not None:
-        beta = mx.where(mask[..., None], beta, 0)
-        g = mx.where(mask.reshape(*mask.shape, *[1] * (g.ndim - 2)), g, 1)
+        g, beta = _masked(g, beta, mask)
     ys: list[mx.array] = []
     for rows in _segments(k, v, g):
         y, state = _segment(q[:, rows], k[:, rows], v[:, rows], g[:, rows], beta[:, rows], state)
@@ -67,6 +65,56 @@ def chunked(
     assert state is not None, "there are rows"
     y = ys[0] if len(ys) == 1 else mx.concatenate(ys, axis=1)
     return y.astype(q.dtype), state
+
+
+def stepped(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    """The same row by row, for a few rows on a CPU; arguments and results as for `chunked`.
+
+    Sums over keys are products, as the BLAS makes them: with 8 lanes of 12 heads x 64 a row takes
+    half the time of mlx-lm's step.
+    """
+    if mask is not None:
+        g, beta = _masked(g, beta, mask)
+    if (each := v.shape[2] // k.shape[2]) > 1:
+        q, k = mx.repeat(q, each, 2), mx.repeat(k, each, 2)
+    if state is None:
+        state = mx.zeros((k.shape[0], *v.shape[2:], k.shape[-1]))
+    if k.shape[1] == 1:
+        return _step(q, k, v, g, beta, state)
+    ys = []
+    for t in range(k.shape[1]):
+        one = slice(t, t + 1)
+        y, state = _step(q[:, one], k[:, one], v[:, one], g[:, one], beta[:, one], state)
+        ys.append(y)
+    return mx.concatenate(ys, axis=1), state
+
+
+@mx.compile
+def _step(
+    q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
+) -> tuple[mx.array, mx.array]:
+    """One row (B, 1, ...), with as many heads of keys as of values."""
+    q, k, v, g, beta = (x[:, 0] for x in (q, k, v, g, beta))
+    state = state * (g[..., None, None] if g.ndim == 2 else g[..., None, :])
+    told = (state @ k[..., None])[..., 0]
+    update = (v - told) * beta[..., None]
+    state = mx.addmm(state, update[..., None], k[..., None, :].astype(state.dtype))
+    y = (state @ q[..., None])[..., 0]
+    return y[:, None].astype(q.dtype), state
+
+
+def _masked(g: mx.array, beta: mx.array, mask: mx.array) -> tuple[mx.array, mx.array]:
+    """Gates and betas with which a False row leaves the state alone."""
+    beta = mx.where(mask[..., None], beta, 0)
+    return mx.where(mask.reshape(*mask.shape, *[1] * (g.ndim - 2)), g, 1), beta
 
 
 def final_state(
@@ -215,33 +263,40 @@ def _scan(
     return states, updates
 
 
-def use_chunked(model: nn.Module) -> Swaps:
-    """Let this model's own layers use `chunked` for calls of MIN_ROWS rows and more; on CUDA, a
-    kernel for all calls.
+def use(model: nn.Module) -> Swaps:
+    """Let this model's own layers use `chunked` for calls of MIN_ROWS rows and more, and on a CPU
+    `stepped` for others; on CUDA, a kernel for all calls.
 
     Does nothing where mlx-lm has its Metal kernel. Call it before `Recorder.arm`; `undo()` of the
     result takes it back (after `Recorder.disarm`).
     """
     swaps = Swaps()
     if not has_kernel():
+        few = stepped if mx.default_device() == mx.cpu else None
         for module in model.modules():
             own: type = type(module)
             if calls(own, "gated_delta_update"):
-                swaps.swap(module, _switched(own, switch.is_on()))
+                swaps.swap(module, _switched(own, few, switch.is_on()))
     return swaps
 
 
 @cache
-def _switched(cls: type, on_cuda: bool) -> type:
+def _switched(cls: type, few: Callable | None, on_cuda: bool) -> type:
+    """few: computes calls of few rows; None: mlx-lm's own loop."""
+
     def switched(update):
         """mlx-lm's `gated_delta_update` with another loop inside."""
         ops = update.__globals__["gated_delta_ops"]
 
         @wraps(ops)
         def gated_delta_ops(q, k, v, g, beta, state=None, mask=None):
-            run = _form(k.shape[1], k.shape[-1], on_cuda) or ops
+            if on_cuda and kernels.fits(k.shape[-1]):
+                return kernels.gated_delta(q, k, v, g, beta, state, mask)
+            run = chunked if k.shape[1] >= MIN_ROWS else few or ops
             return run(q, k, v, g, beta, state, mask)
 
+        if not on_cuda:
+            gated_delta_ops.of_one_row = few or ops  # type: ignore[attr-defined]
         return with_globals(update, {**update.__globals__, "gated_delta_ops": gated_delta_ops})
 
     return rebound(cls, {"gated_delta_update": switched})
@@ -249,11 +304,4 @@ def _switched(cls: type, on_cuda: bool) -> type:
 
 def of_one_row(recurrence: Callable) -> Callable:
     """What `recurrence`, switched or not, comes to for one row: without asking at every token."""
-    return recurrence if switch.is_on() else unwrap(recurrence)
-
-
-def _form(rows: int, dim: int, on_cuda: bool) -> Callable | None:
-    """What computes a call of so many rows; None: mlx-lm's own loop."""
-    if on_cuda and kernels.fits(dim):
-        return kernels.gated_delta
-    return chunked if rows >= MIN_ROWS else None
+    return getattr(recurrence, "of_one_row", recurrence)

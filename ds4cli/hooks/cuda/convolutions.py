@@ -1,49 +1,14 @@
-"""Depthwise convolutions as one kernel.
-
-MLX plans a convolution anew for every length on CUDA, and prompts are of all lengths.
-"""
+"""Depthwise convolutions as one kernel, for all lengths. `ds4cli.hooks.convolutions` chooses."""
 
 from __future__ import annotations
 
 from functools import cache
 
 import mlx.core as mx
-import mlx.nn as nn
 
-from ds4cli.hooks.cuda import compiler, switch
-from ds4cli.hooks.rebind import Swaps, derived
+from ds4cli.hooks.cuda import compiler
 
-# From so many rows on. One row is one length.
-MIN_ROWS = 2
 THREADS = 256
-
-
-def use(model: nn.Module) -> Swaps:
-    """Let this model's depthwise convolutions use the kernel; call it before `Recorder.arm`."""
-    swaps = Swaps()
-    if switch.is_on():
-        for module in model.modules():
-            if type(module) is nn.Conv1d and _is_plain(module):
-                swaps.swap(module, _with_kernel(nn.Conv1d))
-    return swaps
-
-
-def _is_plain(conv: nn.Conv1d) -> bool:
-    """Whether each channel is on its own, and every place is taken."""
-    plain = (conv.stride, conv.padding, conv.dilation) == (1, 0, 1)
-    return plain and conv.groups == conv.weight.shape[0] and conv.weight.shape[2] == 1
-
-
-@cache
-def _with_kernel(cls: type) -> type:
-    call = cls.__call__
-
-    def __call__(self, x):
-        if x.shape[1] - self.weight.shape[1] + 1 < MIN_ROWS:
-            return call(self, x)
-        return depthwise(x, self.weight, self.get("bias"))
-
-    return derived(cls, __call__)
 
 
 def depthwise(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
