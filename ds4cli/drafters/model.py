@@ -38,29 +38,41 @@ class ModelDrafter(Drafter):
         one is built, on a pick that nobody waits for, unless the sampler needs to know it."""
         if n < 1:
             return []
-        timeline, chooser = self.timeline, Chooser([self.sampler], [tokens])
-        feed: list[int] | mx.array = self.stand_before(tokens)
-        blocks, picks = [len(feed)] + [1] * (n - 1), []
+        unread = _pieces(self.stand_before(tokens))
         try:
-            for _ in blocks:
-                feed = chooser.pick(timeline.feed(feed)[-1:])
-                timeline.evaluate(feed, wait=False)
-                picks.append(feed)
-            drafts = integers(mx.concatenate(picks))
+            drafts = integers(mx.concatenate(self._picks(unread, tokens, n)))
         except BaseException:
-            timeline.abort()
+            self.timeline.abort()
             raise
-        for rows in blocks:
-            timeline.commit(rows)
+        for piece in unread:
+            self.timeline.commit(len(piece))
+        for _ in drafts[1:]:
+            self.timeline.commit(1)
         return drafts
+
+    def _picks(self, unread: list[list[int]], text: Sequence[int], n: int) -> list[mx.array]:
+        """Open blocks on what is unread of `text` and on all but the last of n picks (1,)."""
+        timeline, chooser = self.timeline, Chooser([self.sampler], [text])
+        for piece in unread[:-1]:
+            timeline.feed(piece)
+            timeline.evaluate(wait=False)
+        feed: list[int] | mx.array = unread[-1]
+        picks: list[mx.array] = []
+        while len(picks) < n:
+            feed = chooser.pick(timeline.feed(feed)[-1:])
+            timeline.evaluate(feed, wait=False)
+            picks.append(feed)
+        return picks
 
     def stand_before(self, text: Sequence[int]) -> list[int]:
         """Stand at the last position from which little of `text` is left, at least its last token;
         returns that."""
         common = common_prefix(self.timeline.tokens, text[:-1])
-        if len(text) - common > MOST_TOGETHER:
-            common = len(text) - 1
         self.timeline.sync(text[:common])
+        if len(text) - common > MOST_TOGETHER:
+            for piece in _pieces(text[common:-1]):
+                common += len(piece)
+                self.timeline.sync(text[:common])
         return list(text[common:])
 
     def together(self) -> ModelsTogether:
@@ -71,6 +83,17 @@ class ModelDrafter(Drafter):
 
     def fork(self) -> ModelDrafter:
         return ModelDrafter(self.timeline.fork(), self.sampler)
+
+
+def _pieces(tokens: Sequence[int]) -> list[list[int]]:
+    """In sizes that come again, powers of two: on CUDA a call of a size that was not met before is
+    planned, which takes longer than a small model does."""
+    pieces, begin = [], 0
+    for bit in reversed(range(len(tokens).bit_length())):
+        if len(tokens) >> bit & 1:
+            pieces.append(list(tokens[begin : begin + (1 << bit)]))
+            begin += 1 << bit
+    return pieces
 
 
 class ModelsTogether(Together):
