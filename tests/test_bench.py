@@ -8,7 +8,8 @@ from functools import cache
 
 import mlx.core as mx
 import pytest
-from oracle import FAMILIES, SCALE, Letters, engine
+from folder import save_folder
+from oracle import FAMILIES, KINDS, SCALE, Letters, engine
 from tiny import V, build
 from typer.testing import CliRunner
 
@@ -140,7 +141,7 @@ def test_partial_acceptance_takes_one_call_with_the_tape():
 
 def test_the_agent_repairs_every_boundary():
     """Guards: boundaries that are skipped; a forced miss that reuses something."""
-    rows = {(r.case, r.way): r for r in rows_of(lab_of("qwen3_next"), "agent")}
+    rows = {(r.case, r.way): r for r in rows_by_fake_clock("qwen3_next", "agent")}
     reuse, rebuild = (rows["one of 25 boundaries", way] for way in ("reuse", "rebuild"))
     assert len(reuse.samples) == len(rebuild.samples) == 25
     assert reuse.fed_tokens < rebuild.fed_tokens and "rebuild" not in reuse.note
@@ -208,7 +209,7 @@ def test_the_check_holds_on_every_family(name):
 def test_the_check_holds_where_replay_is_refused(monkeypatch):
     """Where tokens are fed again instead, nothing can be gone forward to without feeding."""
     monkeypatch.setattr("ds4cli.engine.engine.self_check", lambda *args: Verdict(float("inf")))
-    lab = lab_of("qwen3_next")
+    lab = lab_of("lfm2")
     assert lab.engine.capabilities.recurrences == []
     findings = list(check.examine(lab, [19]))
     assert [f for f in findings if not f.is_ok] == []
@@ -276,7 +277,7 @@ def test_the_reference_has_none_of_our_code():
 
 @pytest.mark.parametrize(
     ("name", "contexts"),
-    [("qwen3_next", [19]), pytest.param("lfm2", [19, 22], marks=pytest.mark.slow)],
+    [("lfm2", [19]), *(pytest.param(n, [19, 22], marks=pytest.mark.slow) for n in KINDS[1:3])],
 )
 def test_a_planted_off_by_one_is_found(monkeypatch, name, contexts):
     """Guards: a tape that replays one row too few passes the check."""
@@ -297,7 +298,7 @@ def test_a_planted_off_by_one_is_found(monkeypatch, name, contexts):
 
 def test_half_precision_is_judged_by_a_margin():
     """Guards: rounding fails the check, or everything passes it."""
-    lab = lab_of("qwen3_next", dtype=mx.bfloat16)
+    lab = lab_of("lfm2", dtype=mx.bfloat16)
     assert not lab.is_exact
     findings = list(check.examine(lab, [19]))
     assert all(f.is_ok and f.limit < 0.2 for f in findings)
@@ -325,6 +326,12 @@ TINY = [
     "--context", "40", "--depth", "8,20", "-r", "1", "--scale", "0.002", "--horizon-tokens", "16",
     "--prefill-step-size", "16",
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hybrid_folder(tmp_path_factory):
+    """A tiny hybrid whose calls are cheap."""
+    return save_folder(tmp_path_factory.mktemp("bench") / "lfm2", "lfm2")
 
 
 def run(*args):

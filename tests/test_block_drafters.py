@@ -361,8 +361,14 @@ def agree(drafter, plain, world, p, n=BLOCK, temp=0.0, first=0, **settings):
 # -- proposals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.8])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "temp"),
+    [
+        pytest.param(case, temp, marks=() if i % 2 == k else pytest.mark.slow)
+        for i, case in enumerate(CASES)
+        for k, temp in enumerate((0.0, 0.8))
+    ],
+)
 def test_a_proposal_equals_the_plain_equations(case, temp, target, tmp_path):
     """A slot off by one, a missing rotation, a mask, the noise of another position."""
     drafter, plain = make(tmp_path / "h", target, *CASES[case], temp)
@@ -392,7 +398,7 @@ def test_going_back_and_forth_keeps_the_context(case, target, tmp_path, monkeypa
     drafter, plain = make(tmp_path / "h", target, *CASES[case])
     world, pos, draw = World(40, 2), 20, random.Random(3)
     drafter.observe(0, world.rows(0, 20))
-    for turn in range(12):
+    for turn in range(6):
         back = draw.randint(1, pos)
         drafter.rewind(back)
         if turn % 2:

@@ -281,13 +281,22 @@ def run_schedule(rig: Rig, steps: int = 12) -> None:
         rig.check()
 
 
-@pytest.mark.parametrize("name", SEEKABLE)
-def test_any_schedule_of_blocks_and_seeks_equals_a_fresh_prefill(name):
+# How far back one can seek, by the seed of a schedule; a layer kind meets all of them, and what has
+# the layers of another one of them.
+SLACKS = (0, 5, 24)
+SCHEDULES = [
+    pytest.param(name, seed, marks=() if name in KINDS or i % 3 == seed else pytest.mark.slow)
+    for i, name in enumerate(SEEKABLE)
+    for seed in range(len(SLACKS))
+]
+
+
+@pytest.mark.parametrize(("name", "seed"), SCHEDULES)
+def test_any_schedule_of_blocks_and_seeks_equals_a_fresh_prefill(name, seed):
     """Where a window wraps, a group closes or a buffer grows, no row may be lost or kept."""
     if name == "gemma3n" and not hasattr(KVCache, "keys_and_values"):
         pytest.skip("the answer of mlx-lm 0.31's own gemma3n depends on the size of the calls")
-    for seed, slack in enumerate((0, 5, 24)):
-        run_schedule(Rig(name, slack, seed, step=[1, 4, 16][seed]))
+    run_schedule(Rig(name, SLACKS[seed], seed, step=[1, 4, 16][seed]))
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -338,24 +347,25 @@ def test_one_position_below_the_reach_is_refused_and_would_be_wrong(name):
         rig.check()
 
 
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=pytest.mark.slow if n % 3 else ()) for n in range(4)]
+)
 @pytest.mark.parametrize("name", ("gemma3_text", "llama4", "deepseek_v41"))
-def test_the_reach_never_shrinks_below_the_slack(name):
+def test_the_reach_never_shrinks_below_the_slack(name, seed):
     """Compaction, one-token steps, rewinds and aborted calls leave `slack` positions to go back."""
-    slack = 6
-    for seed in range(4):
-        rig = Rig(name, slack, seed, step=[1, 2, 8, 256][seed])
-        top = 0
-        for _ in range(40):
-            choice = rig.rng.random()
-            if choice < 0.6:
-                rig.feed(rig.rng.choice([1, 1, 1, 5, 17]))
-            elif choice < 0.8:
-                rig.seek(rig.rng.choice(rig.reach()))
-            else:
-                abort(rig, layer=rig.rng.randrange(4), n=rig.rng.choice([1, 9, 30]))
-            top = max(top, len(rig.tokens))
-            assert rig.reach().start <= max(0, top - slack)
-        rig.check()
+    slack, top = 6, 0
+    rig = Rig(name, slack, seed, step=[1, 2, 8, 256][seed])
+    for _ in range(40):
+        choice = rig.rng.random()
+        if choice < 0.6:
+            rig.feed(rig.rng.choice([1, 1, 1, 5, 17]))
+        elif choice < 0.8:
+            rig.seek(rig.rng.choice(rig.reach()))
+        else:
+            abort(rig, layer=rig.rng.randrange(4), n=rig.rng.choice([1, 9, 30]))
+        top = max(top, len(rig.tokens))
+        assert rig.reach().start <= max(0, top - slack)
+    rig.check()
 
 
 def abort(rig: Rig, layer: int, n: int) -> None:
@@ -416,25 +426,31 @@ def test_replayed_tokens_leave_a_hold_good():
         rig.check()
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_forks_write_both_and_stay_apart(name):
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        pytest.param(name, seed, marks=() if i % 3 == seed else pytest.mark.slow)
+        for i, name in enumerate(KINDS)
+        for seed in range(3)
+    ],
+)
+def test_forks_write_both_and_stay_apart(name, seed):
     """Branches share rows until one writes below another's end; neither sees the other's tokens."""
-    for seed in range(3):
-        rig = Rig(name, slack=24, seed=seed, step=[1, 16, 256][seed])
-        rig.feed(14)
-        twin = rig.fork()
-        third = twin.fork()
-        for branch, n in ((rig, 3), (twin, 2), (third, 4), (twin, 1), (rig, 5)):
-            branch.feed(n)
-        for branch in (twin, rig, third):
-            branch.seek(branch.targets()[-2])
-            branch.check()
-            branch.feed(6)
-        late = rig.fork()
-        rig.feed(1)
-        late.feed(2)
-        for branch in (rig, twin, third, late):
-            branch.check()
+    rig = Rig(name, slack=24, seed=seed, step=[1, 16, 256][seed])
+    rig.feed(14)
+    twin = rig.fork()
+    third = twin.fork()
+    for branch, n in ((rig, 3), (twin, 2), (third, 4), (twin, 1), (rig, 5)):
+        branch.feed(n)
+    for branch in (twin, rig, third):
+        branch.seek(branch.targets()[-2])
+        branch.check()
+        branch.feed(6)
+    late = rig.fork()
+    rig.feed(1)
+    late.feed(2)
+    for branch in (rig, twin, third, late):
+        branch.check()
 
 
 def test_a_twin_rewound_below_the_fork_leaves_the_other_alone():

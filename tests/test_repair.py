@@ -82,8 +82,15 @@ def run(session, wrapper, **options):
     return [t for e in events for t in e.tokens], events[-1], events
 
 
-@pytest.mark.parametrize("temp", [0.0, 1.0])
-@pytest.mark.parametrize("name", list(BAD))
+# Every format at one temperature or the other; `test_tools_exact.py` has all, without a session.
+WARM = [
+    pytest.param(name, temp, marks=() if i % 2 == temp else pytest.mark.slow)
+    for i, name in enumerate(BAD)
+    for temp in (0.0, 1.0)
+]
+
+
+@pytest.mark.parametrize(("name", "temp"), WARM)
 def test_repaired_calls_equal_constrained_decoding(name, temp):
     """A repair must give the very text of decoding under the grammar, drafts or not, and no model
     call must be spent on it."""
@@ -181,7 +188,7 @@ def test_a_cut_call_goes_on_under_a_new_guard(name):
     """Guards: a call that was cut, and goes on after its session was opened again, unwatched."""
     session, wrapper, _ = session_for(name, BAD[name], 1)
     whole, last, _ = run(session, wrapper)
-    for cut in range(1, len(whole), 11):
+    for cut in range(1, len(whole), 19):
         session.sync(PROMPT)
         guard = Guard(wrapper, TOOLS)
         begun = list(session.stream(max_tokens=cut, guard=guard))

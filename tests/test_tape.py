@@ -327,21 +327,23 @@ def test_self_check_says_what_was_raised(monkeypatch):
     assert str(verdict) == said
 
 
+@pytest.mark.parametrize("rows", [24, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["bailing_moe_linear", "bailing_hybrid", "rwkv7"])
-def test_many_single_rows_in_half_precision_are_replayed_as_they_were_rounded(name, backend):
+def test_many_single_rows_in_half_precision_are_replayed_as_they_were_rounded(name, rows, backend):
     """A model that rounds its state, or what it adds to it, at every row, and a replay that does
     not: after 128 rows they are far apart, and a session that goes back is in another state."""
     model = stored(name, "bfloat16")
     recorder = Recorder.arm(model)
     caches = fresh(model, PROMPT)
     starts = slots(caches)
-    tapes = [record(model, recorder, caches, tiny.ids(1, i)) for i in range(128)]
+    tapes = [record(model, recorder, caches, tiny.ids(1, i)) for i in range(rows)]
     tapes.append(record(model, recorder, caches, BLOCK))
     tape = Tape.concat(tapes)
     assert error(tape.replay(starts, tape.rows), slots(caches)) < 1e-5
-    halfway = tape.replay(starts, 100)
-    assert error(tape.last(tape.rows - 100).replay(halfway, tape.rows - 100), slots(caches)) < 1e-5
-    assert error(tape.compact().replay(starts, 100), halfway) == 0
+    part = rows * 3 // 4
+    halfway, rest = tape.replay(starts, part), tape.rows - part
+    assert error(tape.last(rest).replay(halfway, rest), slots(caches)) < 1e-5
+    assert error(tape.compact().replay(starts, part), halfway) == 0
 
 
 def test_the_self_check_sees_what_adds_up_over_many_rows(monkeypatch):

@@ -600,7 +600,7 @@ CFG: dict[str, dict] = {
         index_head_dim=32,
         index_topk=4,
         hc_mult=2,
-        hc_sinkhorn_iters=3,
+        hc_sinkhorn_iters=1,
         num_hash_layers=0,
     ),
 }
