@@ -70,6 +70,18 @@ class Notes:
         each = 2 * NUMBER_BYTES * len(caches)
         self.sizes = Sizes(each, 0, each, len(caches), len(caches))
 
+    @contextmanager
+    def recording_lanes(self, lanes: Sequence[Sequence[ArraysCache]], rows: Sequence[int]):
+        """The same for a call on several lanes of so many rows: a tape for the caches of each."""
+        tapes, self.noted = [Tape() for _ in lanes], {}
+        noted = self.noted
+        try:
+            yield tapes
+        finally:
+            self.noted = None
+        for tape, caches in zip(tapes, lanes, strict=True):
+            tape.fill([[[Sums((noted[id(c)],))]] for c in caches])
+
 
 class Head(nn.Module):
     """An output projection that changes nothing."""

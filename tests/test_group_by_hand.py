@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import mlx.core as mx
+import pytest
 from by_hand import Talking
 from oracle import OracleDrafter, engine
 from test_generation import Script
@@ -15,6 +16,7 @@ from test_group import KINDS, rounds, said, sessions, written
 
 from ds4cli.engine.group import Group
 from ds4cli.rewind.timeline import Timeline
+from ds4cli.tape.tape import Tape
 from ds4cli.tools.steps import GuardStep
 
 MODEL = Talking("plain", "window")
@@ -54,9 +56,12 @@ class Hooks:
         self.is_armed = False
 
 
-def made_with(**settings):
-    made = engine("by hand", model=MODEL, **settings)
-    hooks = Hooks(MODEL)
+def made_with(model=MODEL, **settings):
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = model._recorder, [], ""
+        patch.setattr("ds4cli.engine.engine._recorder", lambda model: recorder)
+        made = engine("by hand", model=model, **settings)
+    hooks = Hooks(model)
     made.lanes = lambda: hooks
     return made, hooks
 
@@ -188,9 +193,10 @@ def test_guesses_of_a_lane_are_its_own():
     assert joined[0].stats.forwards == 1 + 8, "4 tokens a call"
 
 
-def test_guesses_are_recorded_while_they_are_fed():
+@pytest.mark.parametrize("n", [1, 3])
+def test_guesses_are_recorded_while_they_are_fed(n):
     """A block whose guesses fail cannot be cut without; nothing else is to be recorded."""
-    group, _, joined, truth = several(2, 30, speculate="always", num_draft_tokens=3)
+    group, _, joined, truth = several(2, 30, speculate="always", num_draft_tokens=n)
     seen = []
     feed = group._hooks.call
     group._hooks.call = lambda *args: seen.append([s.recording for s in joined]) or feed(*args)
@@ -200,6 +206,46 @@ def test_guesses_are_recorded_while_they_are_fed():
         group.join(session, max_tokens=9)
     group.call()
     assert seen == [[True, False]] and not any(s.recording for s in joined)
+
+
+RECURRENT = Talking("recurrent", "plain")
+
+
+def test_what_lanes_replay_is_replayed_at_once(monkeypatch):
+    """Each lane that kept a part of its guesses ran the recurrences again by itself; or one that
+    was moved meanwhile was replayed where it stood before."""
+    group, _, joined, truth = several(
+        3, 24, model=RECURRENT, kinds=({}, {}, {}), speculate="always", num_draft_tokens=3
+    )
+    made, replay = [], Tape.replay
+    monkeypatch.setattr(Tape, "replay", lambda *a: made.append(len(a[1])) or replay(*a))
+    for session, tokens in zip(joined, truth, strict=True):
+        session.drafter = OracleDrafter([*session.tokens, *tokens], 0)
+        group.join(session, max_tokens=24)
+    assert not rounds(group, 4) and made == [3] * 4
+    group.call()
+    joined[0].rewind(joined[0].pos - 2)
+    made.clear()
+    for lane in list(group.lanes):
+        if lane.has_step:
+            next(lane.events)
+    assert made == [2], "of the others"
+    assert not rounds(group) and [s.tokens[-24:] for s in joined] == truth
+
+
+def test_plain_lanes_of_a_recurrence_record_where_their_sessions_do():
+    """Tokens that nobody can go back over without a model call; or a tape for nobody."""
+    group, _, joined, truth = several(2, model=RECURRENT)
+    joined[1].recording = False
+    for session in joined:
+        group.join(session, max_tokens=12)
+    assert not rounds(group) and [s.tokens[-12:] for s in joined] == truth
+    before = len(RECURRENT._calls)
+    joined[0].rewind(joined[0].pos - 6)
+    assert len(RECURRENT._calls) == before and joined[0].logits.tolist() == RECURRENT.row(
+        joined[0].tokens
+    )
+    assert joined[1].plan(joined[1].pos - 6).forwards > 0
 
 
 def test_a_guard_has_its_say_in_its_lane():
@@ -318,7 +364,7 @@ def test_a_call_that_fails_while_it_runs_is_made_again(monkeypatch):
     part = lanes[0]._open[0]
     monkeypatch.setattr(part.picks, "values", lambda *_: (_ for _ in ()).throw(RuntimeError("x")))
     assert not rounds(group) and [s.tokens[-12:] for s in joined] == truth
-    assert group.is_apart and len(heard) == 1
+    assert group.is_apart and heard[0].endswith("failed: x") and len(heard) == 1
     (only,) = (group.join(joined[0], max_tokens=5),)
     group.join(joined[1], max_tokens=5)
     group.call()
@@ -364,3 +410,34 @@ def test_history_of_each_lane_reaches_its_picks():
     joined[0].drafter = OracleDrafter([*joined[0].tokens, *truth[0]], 0.7)
     lanes = [group.join(s, max_tokens=20) for s in joined]
     assert [tokens for tokens, *_ in written(group, lanes)] == truth
+
+
+def test_nothing_is_built_beyond_the_end_of_a_lane():
+    """A call more than there are tokens, for each line of a batch."""
+    group, hooks, joined, truth = several(2)
+    lanes = [group.join(s, max_tokens=n) for s, n in zip(joined, (1, 4), strict=True)]
+    before = len(MODEL._calls)
+    assert [tokens for tokens, *_ in written(group, lanes)] == [truth[0][:1], truth[1][:4]]
+    assert hooks.fed == [[1, 1]] and len(MODEL._calls) == before + 5
+
+
+def test_a_lane_stops_running_ahead_where_guesses_are_wanted():
+    """Guards: guesses for another place; a lane that never stops for them, or always."""
+    for wants in (False, True):
+        group, _, joined, truth = several(2, 30, speculate="auto")
+        asked = []
+        group.guesses.wants = lambda *told, asked=asked, wants=wants: asked.append(told) or wants
+        for session in joined:
+            session.drafter = OracleDrafter([], 0)
+            group.join(session, max_tokens=9)
+        start = joined[0].pos
+        depths = []
+        for _ in range(6):
+            group.call()
+            depths.append(joined[0].timeline.open_blocks)
+            for lane in [lane for lane in group.lanes if lane.has_step]:
+                next(lane.events)
+        assert asked[0] == (joined[0], truth[0][1], start + 9)
+        assert depths == ([1, 2, 1, 1, 2, 1] if wants else [1, 2, 2, 2, 2, 2])
+        rounds(group)
+        assert [s.tokens[-9:] for s in joined] == [tokens[:9] for tokens in truth]
