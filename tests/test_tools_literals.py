@@ -1,4 +1,4 @@
-"""Values as families spell them, read from a text: what each spelling means, and what is refused."""
+"""Values as families spell them, read from a text: what each means, and what is refused."""
 
 from __future__ import annotations
 
