@@ -156,7 +156,7 @@ class CompressedAdapter(ReplacedRows):
 
     def bytes_per_token(self) -> int:
         closed = leaves((self.cache.compress_kv, self.cache.index_k))
-        per_group = sum(a.nbytes // a.shape[1] for a in closed if a.shape[1])
+        per_group = sum(a.nbytes // a.shape[1] for a in closed)
         return per_group // self.cache.ratio
 
     def describe(self) -> str:

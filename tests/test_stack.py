@@ -1,0 +1,106 @@
+"""Stacked states of lanes, by hand: a slot is the number of its lane, tens are the layer's."""
+
+from __future__ import annotations
+
+import copy
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import ArraysCache
+
+from ds4cli.caches.stack import Stack, StackedCache, StackedSlots
+
+
+def lane(number):
+    """Two recurrent caches: one of two slots, one of one."""
+    made = []
+    for layer, slots in ((10, 2), (20, 1)):
+        cache = ArraysCache(slots)
+        cache.cache = [mx.full((1, 3), layer + number + i * 0.5) for i in range(slots)]
+        made.append(cache)
+    return made
+
+
+def values(slots):
+    return [None if x is None else x[:, 0].tolist() for x in slots]
+
+
+def of(layer, lanes):
+    """This cache of each lane."""
+    return [caches[layer] for caches in lanes]
+
+
+def test_the_states_of_lanes_become_one_array_a_slot():
+    """Slots of another lane or layer."""
+    lanes = [lane(1), lane(2), lane(3)]
+    stack = Stack(lanes)
+    assert [values(layer) for layer in stack.layers] == [
+        [[11, 12, 13], [11.5, 12.5, 13.5]],
+        [[21, 22, 23]],
+    ]
+    assert stack.is_whole and all(type(c) is StackedCache for caches in lanes for c in caches)
+    assert all(stack.has(of(layer, lanes)) for layer in (0, 1)), "nobody looked"
+    stack.layers[1] = [stack.layers[1][0] + 100]
+    assert values(lanes[1][1].cache) == [[122]] and values(lanes[2][0].cache) == [[13], [13.5]]
+    assert type(lanes[1][1]) is ArraysCache and {*vars(lanes[1][1])} == {*vars(ArraysCache(1))}
+    assert type(lanes[1][0]) is StackedCache and lanes[2][0].cache is lanes[2][0].cache
+
+
+def test_who_looks_or_puts_other_slots_there_has_them_alone():
+    """A call for all moved on what a lane had gone back to."""
+    for touch in (
+        lambda cache: cache.cache,
+        lambda cache: cache[0],
+        lambda cache: cache.state,
+        lambda cache: copy.copy(cache).cache,
+        lambda cache: setattr(cache, "cache", [mx.zeros((1, 3))]),
+    ):
+        lanes = [lane(1), lane(2)]
+        stack = Stack(lanes)
+        touch(lanes[1][1])
+        assert not stack.is_whole and not stack.has(of(0, lanes))
+    assert values(lanes[1][1].cache) == [[0]] and values(lanes[0][1].cache) == [[21]]
+
+
+def test_a_stack_has_its_own_lanes_all_of_them_in_order():
+    lanes = [lane(1), lane(2), lane(3)]
+    stack = Stack(lanes)
+    one, two, three = of(1, lanes)
+    assert stack.has([one, two, three])
+    for others in ([two, one, three], [one, two], [one, two, three, three], [one, one, three], []):
+        assert not stack.has(others)
+    other = of(1, [lane(1), lane(2), lane(3)])
+    assert not stack.has(other) and not stack.has([one, two, other[2]])
+    mixed = [lane(4), lane(5), lane(6)]
+    Stack(mixed)
+    assert not stack.has(of(1, mixed)), "they are in another one"
+
+
+def test_lanes_of_unlike_layers_are_refused_as_they_were():
+    short = lane(2)[:1]
+    lanes = [lane(1), short]
+    with pytest.raises(ValueError):
+        Stack(lanes)
+    ragged = [lane(1), lane(2)]
+    ragged[1][0].cache = ragged[1][0].cache[:1]
+    with pytest.raises(ValueError):
+        Stack(ragged)
+    assert all(type(c) is ArraysCache for caches in (*lanes, *ragged) for c in caches)
+
+
+def test_the_slots_of_a_moment_are_cut_out_when_somebody_looks():
+    """Of a later call: an undone step left the layers ahead."""
+    lanes = [lane(1), lane(2)]
+    stack = Stack(lanes)
+    slots = StackedSlots(kept := [*stack.layers], 1)
+    stack.layers[0] = [x + 100 for x in stack.layers[0]]
+    kept.append([None])
+    slots = StackedSlots(kept, 1)
+    kept[0] = [mx.full((2, 3), n) for n in (7.0, 8.0)]
+    assert len(slots) == 3
+    first = slots[0]
+    assert values(first) == [[7], [8]] and first[0].shape == (1, 3)
+    kept[0] = []
+    assert slots[0] is first and values(slots[1]) == [[22]] and slots[2] == [None]
+    assert [values(layer) for layer in slots[1:]] == [[[22]], [None]] and len(slots) == 3
+    assert [values(layer) for layer in slots] == [[[7], [8]], [[22]], [None]]
