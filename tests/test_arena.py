@@ -22,7 +22,7 @@ from ds4cli.caches.arena import (
 )
 
 STEP = 4
-PLACES = [(0,), (1, 1)]
+PLACES = [(0,), (1, 1), (3,)]
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,10 @@ def test_a_row_is_taken_over_whole():
     assert text(one) == [1, 2, 3] and text(two) == [*range(11, 17)]
     half = KVCache()
     half.update_and_fetch(*(x.astype(mx.bfloat16) for x in rows([1])))
-    assert Arena(half, 1).values.dtype == Arena(half, 1).keys.dtype == mx.bfloat16
+    narrow = Arena(half, 1)
+    assert narrow.values.dtype == narrow.keys.dtype == mx.bfloat16
+    narrow.add(2)
+    assert narrow.values.dtype == narrow.keys.dtype == mx.bfloat16
     for wanted, columns in ((8, 8), (9, 12), (17, 20), (3, 20)):
         arena.reserve(wanted)
         assert arena.columns == columns and arena.values.shape[2] == columns
@@ -99,6 +102,7 @@ def test_a_seat_moves_its_layers_together_and_each_by_itself():
         arena.adopt(layer, seat)
     assert [layer.offset for layer in layers] == [3, 3]
     known = seat.cursors
+    assert known is not Seat(0).cursors
     seat.moved += 1
     assert [layer.offset for layer in layers] == [4, 4] and seat.cursors is known
     layers[0].offset = 2
@@ -117,7 +121,8 @@ def test_a_lane_writes_alone_as_any_cache():
     assert arena.columns == 2 * STEP and (one.offset, two.offset) == (5, 2)
     one.offset = 2
     assert numbers(*one.update_and_fetch(*rows([6]))) == [1, 2, 6]
-    assert rows_of(arena) == [[1, 2, 6, 4, 5, 0, 0, 0], [11, 12, *[0] * 6]]
+    assert numbers(*two.update_and_fetch(*rows([13]))) == [11, 12, 13]
+    assert rows_of(arena) == [[1, 2, 6, 4, 5, 0, 0, 0], [11, 12, 13, *[0] * 5]]
 
 
 def test_rows_of_many_lanes_are_written_at_once():
@@ -144,12 +149,15 @@ def test_rows_are_added_and_let_go():
     assert rows_of(arena) == [[0] * 4, [2, 0, 0, 0]] and arena.keys.dtype == mx.float32
 
 
-def test_a_fork_and_who_leaves_have_rows_of_their_own():
-    """Rows that the arena writes over next."""
+def test_a_fork_and_who_leaves_have_rows_of_their_own(monkeypatch):
+    """Rows that the arena writes over next; those that are not read yet keep all of it alive."""
+    begun = []
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: begun.append(arrays))
     one = cache_of(1, 2, 3)
     arena = Arena(one, 1)
     arena.adopt(one, Seat(0))
     twin = copy.copy(one)
+    assert all(a is b for a, b in zip(begun[0], (twin.keys, twin.values), strict=True))
     assert type(twin) is KVCache and text(twin) == [1, 2, 3] and type(one) is SeatedKVCache
     one.update_and_fetch(*rows([4]))
     twin.update_and_fetch(*rows([9]))
@@ -187,15 +195,12 @@ def test_what_was_held_is_put_back_wherever_the_rows_lie_now(was_seated, is_seat
 
 
 def lane(*tokens):
-    """The caches of a text: two with an arena."""
-    return [
-        cache_of(*tokens),
-        CacheList(KVCache(), cache_of(*[t + 100 for t in tokens])),
-        KVCache(),
-    ]
+    """The caches of a text: three with an arena."""
+    second = CacheList(KVCache(), cache_of(*[t + 100 for t in tokens]))
+    return [cache_of(*tokens), second, KVCache(), cache_of(*[t + 200 for t in tokens])]
 
 
-def both(caches):
+def placed(caches):
     return [at(caches, place) for place in PLACES]
 
 
@@ -203,11 +208,12 @@ def seats(lanes):
     """The row of each lane; None: it has none."""
     found = []
     for caches in lanes:
-        first, second = both(caches)
-        assert type(first) is type(second) and type(caches[2]) is KVCache
-        if isinstance(first, SeatedKVCache):
-            assert first.seat is second.seat and first.arena is not second.arena
-            found.append(first.seat.row)
+        layers = placed(caches)
+        assert len({type(layer) for layer in layers}) == 1 and type(caches[2]) is KVCache
+        if isinstance(layers[0], SeatedKVCache):
+            assert len({id(layer.seat) for layer in layers}) == 1
+            assert len({id(layer.arena) for layer in layers}) == len(PLACES)
+            found.append(layers[0].seat.row)
         else:
             found.append(None)
     return found
@@ -215,8 +221,8 @@ def seats(lanes):
 
 def check(lanes, texts):
     for caches, tokens in zip(lanes, texts, strict=True):
-        first, second = both(caches)
-        assert text(first) == [*tokens] and text(second) == [t + 100 for t in tokens]
+        for n, layer in enumerate(placed(caches)):
+            assert text(layer) == [t + 100 * n for t in tokens]
 
 
 def test_a_cache_is_at_its_place():
@@ -231,7 +237,7 @@ def test_lanes_are_seated_in_order():
     seating, lanes = Seating(PLACES), [lane(*tokens) for tokens in texts]
     assert not seating.is_full and seating.arenas == []
     assert seating.seat(lanes) == [0, 1, 2] and seats(lanes) == [0, 1, 2] and seating.is_full
-    assert [a.rows for a in seating.arenas] == [3, 3]
+    assert [a.rows for a in seating.arenas] == [3] * 3
     check(lanes, texts)
     arenas = [*seating.arenas]
     assert seating.seat(lanes) == [0, 1, 2] and seats(lanes) == [0, 1, 2]
@@ -244,7 +250,23 @@ def test_lanes_are_seated_in_order():
     more = [*lanes, lane(7, 8)]
     assert seating.seat([more[3], *lanes]) == [1, 2, 3, 0] and seats(more) == [0, 1, 2, 3]
     check(more, [*texts, [7, 8]])
-    assert [a.rows for a in seating.arenas] == [4, 4] and seating.is_full
+    assert [a.rows for a in seating.arenas] == [4] * 3 and seating.is_full
+
+
+def test_lanes_that_stay_seated_are_not_looked_at_again(monkeypatch):
+    """Work for every lane and token."""
+    looked, lengths = [], module._lengths
+    monkeypatch.setattr(module, "_lengths", lambda found: looked.append(found) or lengths(found))
+    seating, lanes = Seating(PLACES), [lane(1, 2), lane(3)]
+    for _ in range(3):
+        assert seating.seat(lanes) == [0, 1]
+    assert looked == [[1, 2]]
+    lanes[0][3].leave()
+    assert seating.seat(lanes) == [1, 0] and len(looked) == 2 and seats(lanes) == [2, 1]
+    check(lanes, [[1, 2], [3]])
+    for other in (lanes[:1], lanes[::-1], [lanes[0], lane(4)]):
+        seating.seat(other)
+    assert len(looked) == 5
 
 
 def test_without_places_all_stays_as_it_is():
@@ -292,9 +314,15 @@ def test_rows_that_stay_free_are_let_go():
         seating.seat(lanes)
         assert seating.arenas[0].rows == 5, "the calls are counted anew where all are taken"
     seating.seat(lanes)
-    assert [a.rows for a in seating.arenas] == [4, 4] and seats(lanes) == [1, 2, 3, 0]
+    assert [a.rows for a in seating.arenas] == [4] * 3 and seats(lanes) == [1, 2, 3, 0]
     assert seating.is_full and seating.arenas is known
     check(lanes, [[2], [4], [5], [9]])
+    del lanes[0]
+    for _ in range(PATIENCE - 1):
+        seating.seat(lanes)
+        assert seating.arenas[0].rows == 4
+    seating.seat(lanes)
+    assert seating.arenas[0].rows == 3
 
 
 def test_rows_of_which_most_are_free_go_at_once():
@@ -309,7 +337,7 @@ def test_rows_of_which_most_are_free_go_at_once():
     arenas = seating.arenas
     lanes = [lane(7)]
     assert seating.seat(lanes) == [0] and seats(lanes) == [0]
-    assert [a.rows for a in seating.arenas] == [2, 2] and seating.arenas is arenas
+    assert [a.rows for a in seating.arenas] == [2] * 3 and seating.arenas is arenas
     lanes = [lane()]
     seating.seat(lanes)
     assert seating.arenas == [] and not seating.is_full
@@ -331,16 +359,24 @@ def test_a_much_longer_lane_has_no_seat():
     long = 8 * 3 + 8 * STEP
 
     def grow(n):
-        for cache in both(lanes[0]):
+        for cache in placed(lanes[0]):
             shift = text(cache)[0] - 1
             cache.update_and_fetch(*rows(range(cache.offset + 1 + shift, n + 1 + shift)))
 
     grow(long)
-    assert seating.seat(lanes) == [0, 1, 2] and seating.is_full, "it keeps the seat that it has"
+    for order in ([0, 1, 2], [1, 0, 2]):
+        assert seating.seat([lanes[i] for i in order]) == order, "it keeps the seat that it has"
+        assert seating.is_full
     grow(long + 1)
     assert seating.seat(lanes) == [1, 2, 0] and seats(lanes) == [None, 1, 2]
     check(lanes, [range(1, long + 2), texts[1], texts[1]])
     assert seating.seat(lanes) == [1, 2, 0] and seats(lanes)[0] is None
+    seating, lanes = Seating(PLACES), [lane(1, 2, 3), *usual]
+    assert seating.seat(lanes) == [0, 1, 2]
+    for arena in seating.arenas:
+        arena.reserve(long + 1)
+    usual[0][0].seat.moved += long - 2
+    assert seating.seat(lanes) == [0, 2, 1], "it grew with its seat"
 
 
 def test_a_lane_may_come_from_other_arenas():
@@ -350,9 +386,9 @@ def test_a_lane_may_come_from_other_arenas():
     second = Seating(PLACES)
     assert second.seat(lanes[1:]) == [0] and seats(lanes) == [0, 0]
     check(lanes, [[1], [2]])
-    assert [cache.arena for cache in both(lanes[1])] == second.arenas
+    assert [cache.arena for cache in placed(lanes[1])] == second.arenas
     assert first.seat(lanes) == [0, 1] and seats(lanes) == [0, 1]
-    assert [cache.arena for cache in both(lanes[1])] == first.arenas
+    assert [cache.arena for cache in placed(lanes[1])] == first.arenas
     lanes[0][0].leave()  # half of it, as an interrupt leaves it: its last layer counts
     second.seat(lanes[:1])
     check(lanes, [[1], [2]])
