@@ -332,10 +332,15 @@ class BlockDrafter(Drafter):
     def together(self) -> BlocksTogether:
         return BlocksTogether()
 
-    def place(self, anchor: int) -> tuple[int, Join] | None:
-        """Where a block behind the token at `anchor` stands; None where that has no context."""
+    def knows(self, tokens: Sequence[int]) -> bool:
+        """Whether there is context right up to the last token, behind which a block stands. How
+        sure it was of another one counts no more."""
         self.confidence = 0
-        return (anchor, self._context.join(anchor)) if self._context.has(anchor) else None
+        return self._context.has(len(tokens) - 1)
+
+    def place(self, anchor: int) -> tuple[int, Join]:
+        """Where a block behind the token at `anchor` stands."""
+        return anchor, self._context.join(anchor)
 
     @classmethod
     def choose(
@@ -380,24 +385,16 @@ class BlocksTogether(Together):
     """Names the blocks of several texts in one pass; only attention sees each text's own context,
     one after the other."""
 
-    def propose(
+    def ask(
         self, parts: Sequence[BlockDrafter], texts: Sequence[Sequence[int]], n: int
     ) -> list[list[int]]:
         head, n = parts[0]._head, int(min(n, parts[0].max_drafts))
-        found: list[list[int]] = [[] for _ in parts]
         places = [part.place(len(text) - 1) for part, text in zip(parts, texts, strict=True)]
-        able = {i: place for i, place in enumerate(places) if place is not None}
-        if n < 1 or not able:
-            return found
         # The whole block, however few are asked for: it was trained as a whole.
         config = head.config
         masks = [config.mask_token_id] * (config.block_size - 1)
-        slots = head(mx.array([[texts[i][-1], *masks] for i in able]), [*able.values()])
-        slots = slots[:, config.first_slot :][:, :n]
-        own, ends = [parts[i] for i in able], [texts[i] for i in able]
-        for i, guesses in zip(able, own[0].choose(own, ends, slots), strict=True):
-            found[i] = guesses
-        return found
+        slots = head(mx.array([[text[-1], *masks] for text in texts]), places)
+        return parts[0].choose(parts, texts, slots[:, config.first_slot :][:, :n])
 
 
 def one_by_one(

@@ -159,11 +159,11 @@ class ChainDrafter(Drafter):
     def propose(self, tokens: Sequence[int], n: int) -> list[int]:
         """The head's own picks for the n tokens after `tokens`; [] where the state before the last
         of them is not known."""
-        if n < 1 or not self.agree(tokens):
+        if n < 1 or not self.knows(tokens):
             return []
         return self._chain(self._catch_up(tokens, len(tokens) - 1), tokens, n)
 
-    def agree(self, tokens: Sequence[int]) -> bool:
+    def knows(self, tokens: Sequence[int]) -> bool:
         """Cut the rows that were made for other tokens; false if the last row cannot be made.
 
         Rows whose states are no longer kept stay as they are. At most one of them, the last before
@@ -257,18 +257,12 @@ class ChainsTogether(Together):
         self._head, self._model = head, _AsModel(head)
         self._lanes = Lanes.arm(self._model, head.caches)
 
-    def propose(
+    def ask(
         self, parts: Sequence[ChainDrafter], texts: Sequence[Sequence[int]], n: int
     ) -> list[list[int]]:
-        found: list[list[int]] = [[] for _ in parts]
-        able = [i for i, part in enumerate(parts) if part.agree(texts[i])]
-        if n < 1 or not able:
-            return found
-        able = [able[i] for i in self._lanes.seat([parts[i].caches for i in able])]
-        own, ends = [parts[i] for i in able], [texts[i] for i in able]
-        for i, guesses in zip(able, self._chain(own, ends, n), strict=True):
-            found[i] = guesses
-        return found
+        order = self._lanes.seat([part.caches for part in parts])
+        said = self._chain([parts[i] for i in order], [texts[i] for i in order], n)
+        return [guesses for _, guesses in sorted(zip(order, said, strict=True))]
 
     def _chain(
         self, parts: list[ChainDrafter], texts: list[Sequence[int]], n: int

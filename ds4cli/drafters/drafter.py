@@ -49,6 +49,11 @@ class Drafter:
         """At most n guesses for what follows `tokens`; [] = no idea."""
         return []
 
+    def knows(self, tokens: Sequence[int]) -> bool:
+        """Whether what it has seen is of this text, so that it can guess what follows; what is of
+        another one is given up."""
+        return True
+
     def together(self) -> Together:
         """What asks drafters of this kind, of several sessions, at once."""
         return Together()
@@ -86,6 +91,16 @@ class Together:
         self, parts: Sequence[Any], texts: Sequence[Sequence[int]], n: int
     ) -> list[list[int]]:
         """At most n guesses of each of `parts` for what follows its text, as `Drafter.propose`."""
+        found: list[list[int]] = [[] for _ in parts]
+        able = [i for i, part in enumerate(parts) if n > 0 and part.knows(texts[i])]
+        if able:
+            asked = self.ask([parts[i] for i in able], [texts[i] for i in able], n)
+            for i, guesses in zip(able, asked, strict=True):
+                found[i] = guesses
+        return found
+
+    def ask(self, parts: Sequence[Any], texts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
+        """The same of parts that know their texts, and one guess or more."""
         return [part.propose(text, n) for part, text in zip(parts, texts, strict=True)]
 
     def close(self) -> None:

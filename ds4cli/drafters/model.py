@@ -103,7 +103,7 @@ class ModelsTogether(Together):
     def __init__(self, timeline: Timeline):
         self._lanes = Lanes.arm(timeline.model, timeline.new_caches)
 
-    def propose(
+    def ask(
         self, parts: Sequence[ModelDrafter], texts: Sequence[Sequence[int]], n: int
     ) -> list[list[int]]:
         feeds = [part.stand_before(text) for part, text in zip(parts, texts, strict=True)]
