@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -37,6 +38,18 @@ mx.set_default_device(mx.Device(getattr(mx, os.environ.get("DS4CLI_TEST_DEVICE",
 
 # Seconds of a call by its rows, as a CPU has them.
 PRICES = {0: 0.01, 1: 0.011, 2: 0.013, 4: 0.016, 8: 0.02, 16: 0.03, 32: 0.05}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported and collected stays: to look through all of it again and again, for what
+    could be freed, takes seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -427,7 +427,7 @@ def check_read_once(shared, folder: str, n: int, prefix: int, **settings) -> lis
     return [session, fed, unique]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MIXED)
 def test_a_shared_prefix_is_read_once(shared, folders, family):
     """Guards: on hybrids and windows the common prefix is read again for every prompt."""
     check_read_once(shared, folders[family], 40, 700)

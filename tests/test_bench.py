@@ -193,7 +193,7 @@ def test_a_context_that_does_not_fit_is_refused():
 
 
 # Lines of rows, recurrences and windows; each family is proved in other ways too.
-SHOWN = ("llama", "qwen3_next", "mamba2", "gemma3_text")
+SHOWN = ("llama", "lfm2", "gemma3_text")
 
 
 @pytest.mark.parametrize(

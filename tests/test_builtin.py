@@ -176,7 +176,7 @@ def test_training_text_is_what_the_template_draws(engine, corpus):
     """The recipe's renderer and the shipped template drifting apart."""
     generator, render = corpus
     pool = generator.Pool(random.Random(0))
-    for _ in range(40):
+    for _ in range(15):
         sample = generator.draw(pool)
         for think in (True, False):
             trained = "".join(text for text, _ in list(render.pieces(sample, think))[:-2])

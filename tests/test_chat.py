@@ -359,7 +359,7 @@ def test_interrupts_leave_chat_and_state_agreeing(engine, looks):
     check_replies(chat, engine)
 
 
-@pytest.mark.parametrize("looks", [0, 1, 3])
+@pytest.mark.parametrize("looks", [0, 3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "text", ["/undo", "/clear", "/edit 1 changed", "/retry", "/system Be brief."]
 )
@@ -1098,14 +1098,26 @@ MOVES = st.sampled_from(
 )  # fmt: skip
 
 
-@given(st.lists(st.tuples(MOVES, st.none() | st.integers(0, 6)), max_size=12))
-@settings(
-    max_examples=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+COURSES = st.lists(st.tuples(MOVES, st.none() | st.integers(0, 6)), max_size=12)
+ONE_ENGINE = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
+
+
+@given(COURSES)
+@settings(max_examples=12, **ONE_ENGINE)
 def test_any_course_of_commands(engine, moves):
     """Guards: an order of commands and interrupts after which state and transcript differ."""
+    go(engine, moves)
+
+
+@pytest.mark.slow
+@given(COURSES)
+@settings(max_examples=100, **ONE_ENGINE)
+def test_many_courses_of_commands(engine, moves):
+    """The long run of the same."""
+    go(engine, moves)
+
+
+def go(engine, moves):
     chat = talk.chat(engine, settings=replace(engine.settings, max_tokens=6), save=False)
     for text, looks in moves:
         if looks is None:

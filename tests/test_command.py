@@ -291,7 +291,10 @@ def test_help_is_fast():
 
 @pytest.mark.parametrize(
     "closed",
-    [">&-", "<&- >&- 2>&-", *(pytest.param(s, marks=pytest.mark.slow) for s in ("<&-", "2>&-"))],
+    [
+        ">&-",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("<&- >&- 2>&-", "<&-", "2>&-")),
+    ],
 )
 def test_closed_streams(model_folder, closed):
     """With stdin closed the weights could not be opened; with stdout closed an answer that nobody

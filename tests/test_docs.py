@@ -144,46 +144,38 @@ def test_the_python_example_runs(hybrid_folder):
     assert "0 model calls" in done.stdout
 
 
-def test_the_cost_of_recording_is_measured(hybrid_folder):
+@pytest.fixture
+def example(monkeypatch, capsys):
+    """Runs an example in this process, which has imported all that it needs; what it prints."""
+
+    def run(name, *words):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, words)])
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_the_cost_of_recording_is_measured(example, hybrid_folder):
     """Guards: the program behind a figure of the README fails."""
-    script = str(ROOT / "examples" / "recording_cost.py")
-    done = subprocess.run(
-        [sys.executable, script, str(hybrid_folder), "--context", "20", "--seconds", "0"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert "standard error" in done.stdout, done.stderr
+    said = example("recording_cost.py", hybrid_folder, "--context", 20, "--seconds", 0)
+    assert "standard error" in said
 
 
-def test_host_cost_is_counted(hybrid_folder):
+def test_host_cost_is_counted(example, hybrid_folder):
     """Guards: the yardstick of what a token costs the host fails, or counts nothing."""
-    script = str(ROOT / "examples" / "host_cost.py")
-    done = subprocess.run(
-        [sys.executable, script, str(hybrid_folder), "--tokens", "2", "--nodes"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    counts = [[float(n) for n in line[24:].split()] for line in done.stdout.splitlines()[1:]]
-    assert len(counts) == 3 and all(n > 0 for row in counts for n in row), done.stdout
+    said = example("host_cost.py", hybrid_folder, "--tokens", 2, "--nodes")
+    counts = [[float(n) for n in line[24:].split()] for line in said.splitlines()[1:]]
+    assert len(counts) == 3 and all(n > 0 for row in counts for n in row), said
 
 
-def test_batches_are_timed_beside_mlx_lms(hybrid_folder):
+def test_batches_are_timed_beside_mlx_lms(example, hybrid_folder):
     """Guards: the program behind the figures of batches fails, or compares no text."""
-    script = str(ROOT / "examples" / "batch_speed.py")
-    few = ["--lanes", "1", "3", "--tokens", "4", "--prompt", "6", "--repeats", "1"]
-    done = subprocess.run(
-        [sys.executable, script, str(hybrid_folder), *few],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()[2:]]
+    few = ["--lanes", 1, 3, "--tokens", 4, "--prompt", 6, "--repeats", 1]
+    said = example("batch_speed.py", hybrid_folder, *few)
+    rows = [line.split() for line in said.splitlines()[2:]]
     assert [row[0] for row in rows] == ["1", "3"]
-    assert [row[4:7] for row in rows] == [["1", "of", "1"], ["3", "of", "3"]], done.stdout
+    assert [row[4:7] for row in rows] == [["1", "of", "1"], ["3", "of", "3"]], said
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)

@@ -226,8 +226,14 @@ def rotate(x, at):
     return mx.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.8])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "temp"),
+    [
+        pytest.param(case, temp, marks=() if i % 2 == k else pytest.mark.slow)
+        for i, case in enumerate(CASES)
+        for k, temp in enumerate((0.0, 0.8))
+    ],
+)
 def test_guesses_are_what_the_equations_say_after_any_moves(case, temp, tmp_path):
     """Guards: a row paired with the wrong token, a norm at the wrong place, the wrong state handed
     on in a chain, draft ids taken for the target's, layers counted from the wrong end."""

@@ -9,7 +9,7 @@ from unittest.mock import Mock, patch
 
 import mlx.core as mx
 import pytest
-from oracle import TOLERANCE, TWINS, engine, error, failing_layer, interrupts, prompt
+from oracle import TOLERANCE, engine, error, failing_layer, interrupts, prompt
 from tiny import CFG, build
 
 from ds4cli.caches import arena
@@ -114,9 +114,7 @@ def arm(request):
     return make
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in TWINS else ()) for n in FAMILIES]
-)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_lanes_are_what_they_are_alone(name, arm):
     """A neighbour's rows, mask, offset or state in a lane's: wrong text without a word. The tape of
     a joint call must replay as well as one of a call alone, whatever the neighbours fed."""

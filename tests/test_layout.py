@@ -7,6 +7,7 @@ import itertools
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,11 @@ def place(module: str) -> str:
     return two if two in RANKS else module.partition(".")[0]
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
@@ -126,7 +132,7 @@ def test_imports_point_down(path):
     if top(path) == "__init__":
         return
     assert top(path) in RANKS, f"give {top(path)} its place in LAYERS"
-    for name in imports(ast.parse(path.read_text(encoding="utf-8"))):
+    for name in imports(parsed(path)):
         package, _, rest = name.partition(".")
         target = place(rest)
         if package == "ds4cli" and target in RANKS and target != top(path):
@@ -142,7 +148,7 @@ def module_of(path: Path) -> str:
 def modules_imported_by(path: Path, known: set[str]) -> set[str]:
     """The modules of ours that a file imports at its top or inside functions, itself left out."""
     found = set()
-    for name in imports(ast.parse(path.read_text(encoding="utf-8"))):
+    for name in imports(parsed(path)):
         while name and name not in known:
             name = name.rpartition(".")[0]
         found.add(name)
@@ -182,7 +188,7 @@ def test_folders_load_nothing_heavy():
 @pytest.mark.parametrize("name", WITHOUT_MLX)
 def test_pure_modules_import_no_mlx(name):
     """Guards: logic that is tested without a model starts to need one, or `--help` to load MLX."""
-    tree = ast.parse((PACKAGE / name).read_text(encoding="utf-8"))
+    tree = parsed(PACKAGE / name)
     at_import = ast.Module([n for n in tree.body if not is_function(n)], [])
     found = [i for i in imports(at_import) if i.partition(".")[0] in ("mlx", "mlx_lm")]
     assert found == []
@@ -200,8 +206,7 @@ def declared() -> set[str]:
 
 def test_what_is_imported_is_declared():
     """Guards: a package that is there only because another one needs it, until it does not."""
-    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES)
-    found = {name.partition(".")[0] for tree in trees for name in imports(tree)}
+    found = {name.partition(".")[0] for path in SOURCES for name in imports(parsed(path))}
     assert found - set(sys.stdlib_module_names) - {"ds4cli"} <= declared()
 
 
@@ -212,7 +217,7 @@ def is_function(node: ast.AST) -> bool:
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_functions_are_short(path):
     """Guards: a function that nobody can hold in their head."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             lines = node.end_lineno - node.lineno + 1
             assert lines <= MAX_FUNCTION_LINES, f"{node.name} has {lines} lines"

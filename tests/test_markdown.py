@@ -60,9 +60,17 @@ def letters(pieces) -> list[tuple[str, str]]:
 
 
 @given(TEXTS, st.lists(st.integers(0, 80), max_size=9))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_every_character_stands_on_the_screen_in_order(text, cuts):
     """Guards: HTML, `<T>`, link targets or backslashes that are dropped; lines joined or moved."""
+    assert shown(pieces_of(text, cuts)) == text
+
+
+@pytest.mark.slow
+@given(TEXTS, st.lists(st.integers(0, 80), max_size=9))
+@settings(max_examples=4000, deadline=None)
+def test_every_character_of_many_texts_stands_on_the_screen(text, cuts):
+    """The long run of the same."""
     assert shown(pieces_of(text, cuts)) == text
 
 

@@ -257,8 +257,14 @@ def moves(name, head, temp=0.0, seed=0, **settings):
     return Moves(drafter, Reference(name, checkpoint(name)), sampler, seed)
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.8])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "temp"),
+    [
+        pytest.param(name, temp, marks=() if i % 2 == k else pytest.mark.slow)
+        for i, name in enumerate(FAMILIES)
+        for k, temp in enumerate((0.0, 0.8))
+    ],
+)
 def test_guesses_are_what_the_equations_say_after_any_moves(name, temp, loaded):
     """Guards: a row paired with the wrong token or position, one kept from a chain of guesses or
     from text that was taken back, norms less one, experts in another order."""
