@@ -419,6 +419,8 @@ def test_nothing_is_built_beyond_the_end_of_a_lane():
     before = len(MODEL._calls)
     assert [tokens for tokens, *_ in written(group, lanes)] == [truth[0][:1], truth[1][:4]]
     assert hooks.fed == [[1, 1]] and len(MODEL._calls) == before + 5
+    assert said(group.join(several(1)[2][0], max_tokens=4).events)[0] == truth[0][:4]
+    assert len(MODEL._calls) == before + 5 + 1 + 12 + 1 + 4, "what it says alone, and here"
 
 
 def test_a_lane_stops_running_ahead_where_guesses_are_wanted():

@@ -27,7 +27,7 @@ from ds4cli.structured.guard import FormGuard
 from ds4cli.structured.missing import missing
 from ds4cli.structured.wanted import Wanted
 from ds4cli.text.reasoning import Markers
-from ds4cli.tools import Guard
+from ds4cli.tools import Guard, Tool
 
 PERSON = {
     "type": "object",
@@ -488,6 +488,94 @@ def test_a_reply_that_was_begun_goes_on():
     assert guard.catch_up(5, ids, wrapper.decode)
     assert play(guard, wrapper, '"age": 1}', 5 + len(ids))[-1].event is None
     assert not guard_of(wrapper, FORMS["object"]).catch_up(5, ids[1:], wrapper.decode)
+
+
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
+
+
+@pytest.mark.parametrize("keep", [13, 35, len(CALL)])
+def test_a_call_that_was_begun_goes_on(keep):
+    """Guards: `/continue` of a call that is taken for a text, or for nothing at all."""
+    wrapper = tokenizer()
+    ids, guard = encode(wrapper, CALL[:keep]), both(wrapper)
+    assert guard.catch_up(5, ids, wrapper.decode)
+    assert guard.is_open == (keep < len(CALL)) and bool(guard.caught) == (keep == len(CALL))
+    if guard.is_open:
+        assert play(guard, wrapper, CALL[keep:], 5 + len(ids))[-1].event == "closed"
+    assert guard.finish("stop").reason == ""
+
+
+def test_a_text_that_was_begun_goes_on_where_there_are_tools():
+    """Guards: a text that nobody watches any more, or one that never fitted."""
+    wrapper = tokenizer()
+    ids, guard = encode(wrapper, '{"name": "A", '), both(wrapper)
+    assert guard.catch_up(5, ids, wrapper.decode) and not guard.caught
+    assert play(guard, wrapper, "x", 5 + len(ids))[-1].event == "left"
+    assert play(guard, wrapper, '"age": 1}', 5 + len(ids))[-1].event is None
+    assert not both(wrapper).catch_up(5, ids[1:], wrapper.decode)
+
+
+def test_going_back_behind_the_beginning_of_a_call_leaves_all_open():
+    """A call that was continued, and went wrong, could not become a text any more."""
+    wrapper = tokenizer(think=True)
+    guard = CallOrForm(Guard(wrapper, TOOLS), guard_of(wrapper, FORMS["object"], markers=THINK))
+    thought = encode(wrapper, "<think>so</think>")
+    ids = encode(wrapper, "<think>so</think>" + CALL[:30])
+    assert guard.catch_up(5, ids, wrapper.decode) and guard.opened == 5 + len(thought)
+    guard.rewind(guard.opened)
+    assert not guard.is_open
+    text = '{"name": "A", "age": 1}'
+    assert play(guard, wrapper, text, 5 + len(thought))[-1].event is None and guard.is_open
+    assert guard.finish("stop").reason == ""
+
+
+def test_who_decides_answers():
+    """Guards: guesses, masks and ends of the guard that is not concerned."""
+    wrapper = tokenizer(merged=[])
+    guard, x = both(wrapper), encode(wrapper, "x")
+    play(guard, wrapper, '{"na')
+    me = encode(wrapper, 'me"')
+    assert guard.filter(me) == len(me) and guard.filter([*me, *x]) == len(me)
+    assert guard.forced([])[: len(me)] == me and guard.forced(me[:1])[:1] == me[1:2]
+    assert guard.instead(me, x[0], len(wrapper)).allowed[encode(wrapper, ":")[0]]
+    assert len(guard.instead(me, x[0], 300).allowed) == 300
+    assert guard.allowed(300)[me[0]] and not guard.allowed(300)[x[0]]
+    assert "(length)" in guard.finish("length").reason
+    guard = both(wrapper)
+    play(guard, wrapper, CALL[:40])
+    rest = encode(wrapper, CALL[40:46])
+    assert guard.filter([*rest[:3], *encode(wrapper, "\x00")]) == 3
+
+
+def test_what_waits_is_forgotten_with_its_tokens():
+    """Text of a token that was taken back was shown."""
+    wrapper = tokenizer(merged=[])
+    guard = both(wrapper)
+    play(guard, wrapper, "<tool_ca")
+    guard.rewind(3)
+    assert guard.waiting == "<to"
+
+
+def test_what_waited_and_fits_is_shown():
+    """Text of a form that looked like the beginning of a call was lost."""
+    wrapper, tag = tokenizer(merged=[]), Wanted("regex", "<tob+", "--regex")
+    for text, event in (("<tob", None), ("<tox", "left")):
+        guard = CallOrForm(Guard(wrapper, TOOLS), guard_of(wrapper, tag))
+        steps = play(guard, wrapper, text)
+        assert steps[-1].event == event
+        assert "".join(step.emit for step in steps) == text.removesuffix("x")
+
+
+def test_what_begins_as_a_call_ends_as_one():
+    """Guards: an object that is neither a call nor the form; a notice of one guard only."""
+    wrapper = tokenizer("llama3_json")
+    unique = {"type": "array", "uniqueItems": True}
+    tools = [Tool("now", "", {"type": "object", "properties": {"l": unique}})]
+    wanted = checked(Wanted("json", unique, "--json-schema"))
+    guard = CallOrForm(Guard(wrapper, tools), guard_of(wrapper, wanted))
+    assert len(guard.notices) == 2
+    step = play(guard, wrapper, '{"name": "A", "age": 1}')[-1]
+    assert step.event == "left" and guard.is_open
 
 
 # -- guesses ---------------------------------------------------------------------------------------

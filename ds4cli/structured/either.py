@@ -99,7 +99,8 @@ class CallOrForm:
     def catch_up(self, pos: int, tokens: Sequence[int], decode: Callable[[list[int]], str]) -> bool:
         """Take a reply that was written before. False where nobody can watch it from here on."""
         if self._calls.catch_up(pos, tokens, decode) and (self._calls.is_open or self.caught):
-            self._called_at = pos
+            opened = self._calls.opened
+            self._called_at = pos if opened is None else opened
             return True
         self._calls.rewind(pos)
         return self._form.catch_up(pos, tokens, decode)
