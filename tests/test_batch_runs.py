@@ -35,9 +35,9 @@ from ds4cli.lanes.batch import Batch
 from ds4cli.rewind.timeline import Timeline
 from ds4cli.settings import Settings
 
-FAMILIES = ("llama", "qwen3_next", "gemma3_text")
-# Both others have layers of plain rows, too.
-MIXED = [pytest.param("llama", marks=pytest.mark.slow), *FAMILIES[1:]]
+FAMILIES = ("llama", "lfm2", "gemma3_text")
+# Both others have layers of plain rows, too; what is more of a kind is slow.
+MIXED = [*FAMILIES[1:], *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "qwen3_next"))]
 
 
 class Shared(Engine):
@@ -92,7 +92,8 @@ def shared(monkeypatch):
 def folders(tmp_path_factory):
     """Tiny models of three cache families that read long prompts."""
     root = tmp_path_factory.mktemp("long")
-    return {n: str(save_folder(root / n, n, max_position_embeddings=8192)) for n in FAMILIES}
+    names = (*FAMILIES, "qwen3_next")
+    return {n: str(save_folder(root / n, n, max_position_embeddings=8192)) for n in names}
 
 
 def write_jsonl(path: str, requests) -> str:
@@ -216,11 +217,11 @@ def one_choice(engine, messages, attempt: int) -> dict:
 def test_a_run_that_was_cut_ends_in_the_same_bytes(shared, folders, group):
     """Guards: a count, a seed or an order that differs after a resume."""
     source = write_jsonl("in", [*mixed_requests(8), {"custom_id": "bad"}])
-    assert run(source, "whole", folders["qwen3_next"], group=group) == 1
+    assert run(source, "whole", folders["lfm2"], group=group) == 1
     whole = Path("whole").read_bytes()
     for size in random.Random(1).sample(range(len(whole)), 4):
         Path("cut").write_bytes(whole[:size])
-        assert run(source, "cut", folders["qwen3_next"], group=group, resume=True) == 1
+        assert run(source, "cut", folders["lfm2"], group=group, resume=True) == 1
         assert Path("cut").read_bytes() == whole
 
 
@@ -258,7 +259,7 @@ def test_lines_are_written_in_few_calls(shared, folders, monkeypatch):
     assert [n for n in calls if n != 3] == [4] * (2 + 20)  # a model is tried on three
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
 def test_a_line_that_is_done_is_let_go_of_at_once(shared, folders, monkeypatch, family):
     """What lines that were long done had read lay in circles until Python looked for them: every
     call computed attention over their rows, and states of each call stayed in memory."""
@@ -351,9 +352,9 @@ def test_a_failure_ends_what_is_begun_before_it_stops_a_fail_fast_run(shared, fo
 def test_a_joint_reading_that_fails_is_made_one_by_one(shared, folders, monkeypatch):
     """Four lines had no answer because their prompts could not be read together."""
     source = write_jsonl("in", [{"prompt": f"a{i}"} for i in range(5)])
-    assert run(source, "whole", folders["qwen3_next"]) == 0
+    assert run(source, "whole", folders["lfm2"]) == 0
     monkeypatch.setattr(Group, "read", lambda *_: 1 / 0)
-    assert run(source, "out", folders["qwen3_next"]) == 0
+    assert run(source, "out", folders["lfm2"]) == 0
     assert Path("out").read_bytes() == Path("whole").read_bytes()
 
 
@@ -395,7 +396,7 @@ def test_prompts_that_begin_together_are_read_in_one_call(shared, folders):
     lines += [{"messages": [{"role": "user", "content": text}]} for text in two]
     source, outputs = write_jsonl("in", lines), []
     for parallel in (4, 1):
-        assert run(source, f"out{parallel}", folders["qwen3_next"], {"parallel": parallel}) == 0
+        assert run(source, f"out{parallel}", folders["lfm2"], {"parallel": parallel}) == 0
         outputs.append(Path(f"out{parallel}").read_bytes())
     assert outputs[0] == outputs[1]
     assert len(shared.reads) == 1 and shared.reads[0] < 4 * 60
@@ -456,7 +457,7 @@ def test_several_completions_read_the_prompt_once(shared, folders, parallel):
     """Guards: `n` reads the prompt n times, or gives one text n times."""
     body, settings = {"prompt": "x" * 300, "n": 4, "temperature": 1}, {"max_tokens": 5}
     settings["parallel"] = parallel
-    assert run(write_jsonl("in", [body]), "out", folders["qwen3_next"], settings) == 0
+    assert run(write_jsonl("in", [body]), "out", folders["lfm2"], settings) == 0
     (result,) = read_jsonl("out")
     choices = result["response"]["body"]["choices"]
     assert len({c["message"]["content"] for c in choices}) == 4
@@ -469,7 +470,7 @@ def test_several_completions_read_the_prompt_once(shared, folders, parallel):
 
 @pytest.mark.parametrize(
     ("family", "n"),
-    [("qwen3_next", 80), *(pytest.param(f, 1000, marks=pytest.mark.slow) for f in FAMILIES)],
+    [("lfm2", 80), *(pytest.param(f, 1000, marks=pytest.mark.slow) for f in FAMILIES)],
 )
 def test_memory_is_flat(shared, folders, monkeypatch, family, n):
     """Guards: states, checkpoints or results of finished requests stay alive."""
@@ -497,7 +498,7 @@ def test_a_bad_line_becomes_an_error_and_the_run_goes_on(shared, folders, monkey
     """Guards: one bad line of thousands ends the run, or spoils the session for the others."""
     lines = [{"prompt": "a"}, {"prompt": ""}, {"prompt": "b" * 9000}, {"prompt": "c"}]
     source = write_jsonl("in", [*lines, {"prompt": "a", "logit_bias": {"99999": 1}}])
-    assert run(source, "out", folders["qwen3_next"]) == 1
+    assert run(source, "out", folders["lfm2"]) == 1
     errors = [r["error"] and r["error"]["message"] for r in read_jsonl("out")]
     assert errors[0] is errors[3] is None
     assert "line 2: `prompt` wants text" in errors[1] and "`8192`" in errors[2]
@@ -557,12 +558,12 @@ def test_an_unexpected_failure_costs_one_line(shared, folders, monkeypatch):
         return take(*args, **kwargs)
 
     source = write_jsonl("in", mixed_requests(4))
-    run(source, "whole", folders["qwen3_next"])
+    run(source, "whole", folders["lfm2"])
     monkeypatch.setattr(generate, "take", failing)
-    assert run(source, "out", folders["qwen3_next"]) == 1
+    assert run(source, "out", folders["lfm2"]) == 1
     codes = [r["error"] and r["error"]["code"] for r in read_jsonl("out")]
     assert codes.count("internal_error") == 1
-    assert run(source, "out", folders["qwen3_next"], resume=True) == 0
+    assert run(source, "out", folders["lfm2"], resume=True) == 0
     assert Path("out").read_bytes() == Path("whole").read_bytes()
 
 
@@ -733,7 +734,7 @@ def test_killed_runs_end_in_the_same_bytes(zygote, folders, tmp_path, group, kil
     """Guards: work lost or spoilt by kill -9, whenever it comes."""
     rng = random.Random(group)
     source = write_jsonl("in", mixed_requests(3 * kills))
-    args = ["generate", "-q", "--batch", source, "-m", folders["qwen3_next"], "-n", 5]
+    args = ["generate", "-q", "--batch", source, "-m", folders["lfm2"], "-n", 5]
     args += ["--group"] if group else []
     zygote.start([*args, "-o", "whole"], tmp_path)
     assert zygote.wait() == 0

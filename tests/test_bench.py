@@ -89,7 +89,7 @@ def rows_by_fake_clock(name, scenario):
 @pytest.mark.parametrize(
     ("name", "scenario"),
     [
-        *(("qwen3_next", scenario) for scenario in SCENARIOS),
+        *(("lfm2", scenario) for scenario in SCENARIOS),
         ("llama", "rewind"),
         ("gemma3_text", "edits"),
         ("deepseek_v41", "acceptance"),
@@ -111,13 +111,13 @@ def test_scenarios_run_and_nothing_changes(name, scenario):
 
 def test_the_clock_alone_decides_the_times():
     """Guards: warm-up that is counted, trials that are lost, seconds printed as ms."""
-    for r in rows_by_fake_clock("qwen3_next", "rewind"):
+    for r in rows_by_fake_clock("lfm2", "rewind"):
         assert r.samples == (1000.0,) * SMALL.num_trials
 
 
 def test_back_inside_the_block_takes_no_call_and_a_rebuild_takes_all():
     """Guards: a rewind that reads again and says it did not; a rebuild that reuses something."""
-    rows = rows_by_fake_clock("qwen3_next", "rewind")
+    rows = rows_by_fake_clock("lfm2", "rewind")
     end = SMALL.contexts[0] + SMALL.tail
     for r in rows:
         if r.way == "reuse" and r.distance_tokens <= SMALL.block:
@@ -130,7 +130,7 @@ def test_back_inside_the_block_takes_no_call_and_a_rebuild_takes_all():
 
 def test_partial_acceptance_takes_one_call_with_the_tape():
     """Guards: the two ways measure the same thing, or the tape calls the model again."""
-    rows = rows_by_fake_clock("qwen3_next", "acceptance")
+    rows = rows_by_fake_clock("lfm2", "acceptance")
     calls = {(r.case, r.way): r.forwards for r in rows}
     assert len(calls) == 2 * SMALL.block
     for kept in range(1, SMALL.block + 1):
@@ -141,7 +141,7 @@ def test_partial_acceptance_takes_one_call_with_the_tape():
 
 def test_the_agent_repairs_every_boundary():
     """Guards: boundaries that are skipped; a forced miss that reuses something."""
-    rows = {(r.case, r.way): r for r in rows_by_fake_clock("qwen3_next", "agent")}
+    rows = {(r.case, r.way): r for r in rows_by_fake_clock("lfm2", "agent")}
     reuse, rebuild = (rows["one of 25 boundaries", way] for way in ("reuse", "rebuild"))
     assert len(reuse.samples) == len(rebuild.samples) == 25
     assert reuse.fed_tokens < rebuild.fed_tokens and "rebuild" not in reuse.note
@@ -151,7 +151,7 @@ def test_the_agent_repairs_every_boundary():
 
 def test_memory_is_counted_in_bytes():
     """Guards: a model that keeps something says that it keeps nothing, or the other way round."""
-    kept = {r.way: r.median for r in rows_of(lab_of("qwen3_next"), "memory") if r.case != "peak"}
+    kept = {r.way: r.median for r in rows_of(lab_of("lfm2"), "memory") if r.case != "peak"}
     assert kept["horizon"] >= kept["last_block"] > 0 and kept["checkpoints"] > 0
     plain = {r.way: r.median for r in rows_of(lab_of("llama"), "memory") if r.case != "peak"}
     assert plain["checkpoints"] == 0
@@ -159,7 +159,7 @@ def test_memory_is_counted_in_bytes():
 
 def test_a_mismatch_in_the_control_is_found(monkeypatch):
     """Guards: recording that changes the text passes the control."""
-    lab = lab_of("qwen3_next", clock=fake_clock())
+    lab = lab_of("lfm2", clock=fake_clock())
     decode = lab.decode
 
     def other_text(session, n):
@@ -170,7 +170,7 @@ def test_a_mismatch_in_the_control_is_found(monkeypatch):
     assert [match for match in found if match is not None] == [False, True]
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "gemma3_text"])
+@pytest.mark.parametrize("name", ["lfm2", "gemma3_text"])
 def test_plain_decoding_stands_beside_mlx_lm(name):
     """Guards: a ratio of two different texts, or a loop that is timed with its prompt."""
     found = rows_by_fake_clock(name, "control")

@@ -33,8 +33,9 @@ from ds4cli.tools.formats import FORMATS
 
 
 @pytest.fixture(scope="module")
-def engine(hybrid_folder):
-    return talk.load(hybrid_folder)
+def engine(tmp_path_factory):
+    """A tiny hybrid whose calls are cheap."""
+    return talk.load(save_folder(tmp_path_factory.mktemp("chat") / "lfm2", "lfm2"))
 
 
 @pytest.fixture

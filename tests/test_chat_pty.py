@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 def folder(tmp_path_factory):
     """A tiny hybrid with room for a long chat."""
     path = tmp_path_factory.mktemp("pty") / "model"
-    return save_folder(path, "qwen3_next", max_position_embeddings=8192)
+    return save_folder(path, "lfm2", max_position_embeddings=8192)
 
 
 def environment(**more: str) -> dict[str, str]:

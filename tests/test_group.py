@@ -89,7 +89,7 @@ def test_lanes_say_what_each_says_alone(name):
 
 def test_lanes_that_join_and_end_leave_the_others_alone():
     """A call that runs ahead belonged to a lane that had ended; a new one was given its row."""
-    made, limits = engine("qwen3_next"), [{"max_tokens": n} for n in (4, 30, 11, 2, 19)]
+    made, limits = engine("lfm2"), [{"max_tokens": n} for n in (4, 30, 11, 2, 19)]
     truth, group = alone(made, limits), Group(made)
     waiting = list(zip(sessions(made), limits, strict=True))
     found, lanes = {}, []
@@ -133,7 +133,7 @@ def test_plain_lanes_need_one_call_a_token_and_run_ahead(monkeypatch):
 
 def test_stop_strings_and_ends_of_text_are_each_lanes_own():
     """A stop that goes back over tokens took the neighbours along."""
-    made = engine("qwen3_next")
+    made = engine("lfm2")
     first, *_ = alone(made, [{"max_tokens": 30}] * 5)
     made.stop_ids = {first[0][11]}
     limits = [{"max_tokens": 30, "stop": [first[1][5:8]]}, *[{"max_tokens": 30}] * 4]
@@ -144,7 +144,7 @@ def test_stop_strings_and_ends_of_text_are_each_lanes_own():
 
 
 def test_a_cancelled_lane_ends_and_the_others_go_on():
-    made, stop = engine("qwen3_next"), []
+    made, stop = engine("lfm2"), []
     truth, group = alone(made, [{"max_tokens": 12}] * 5), Group(made)
     limits = [{"max_tokens": 12}] * 5
     limits[1] = {"max_tokens": 12, "cancel": lambda: bool(stop)}
@@ -182,7 +182,7 @@ def test_a_lane_that_is_moved_goes_on_from_there():
 
 def test_numbers_that_are_none_cost_one_lane():
     """The neighbours of a lane whose row is not a number stopped, or said token 0 for ever."""
-    made = engine("qwen3_next")
+    made = engine("lfm2")
     truth, group = alone(made, [{"max_tokens": 12}] * 5), Group(made)
     joined = list(sessions(made))
     lanes = [group.join(s, max_tokens=12) for s in joined]
@@ -262,7 +262,7 @@ def test_a_lane_without_numbers_leaves_a_clean_seat():
 
 def test_an_exception_in_one_lanes_part_is_that_lanes_own(monkeypatch):
     """An error in a joint call ended every lane, or left a block open in some."""
-    made = engine("qwen3_next")
+    made = engine("lfm2")
     truth, group = alone(made, [{"max_tokens": 12}] * 5), Group(made)
     joined = list(sessions(made))
     lanes = [group.join(s, max_tokens=12) for s in joined]
@@ -279,7 +279,7 @@ def test_an_exception_in_one_lanes_part_is_that_lanes_own(monkeypatch):
 @pytest.mark.parametrize("when", ["fed", "evaluated"])
 def test_a_joint_call_that_cannot_be_is_said_and_made_one_by_one(monkeypatch, when):
     """A batch ended because there was no memory for eight at a time."""
-    made, heard = engine("qwen3_next"), []
+    made, heard = engine("lfm2"), []
     truth, group = alone(made, [{"max_tokens": 12}] * 5), Group(made, heard.append)
     joined = list(sessions(made))
     lanes = [group.join(s, max_tokens=12) for s in joined]
