@@ -261,6 +261,21 @@ def test_drafts_that_compiled_are_not_what_drafts_cost(compiling):
     assert times.seconds(4) == pytest.approx(0.04, rel=0.3)
 
 
+def test_what_a_trial_reads_is_its_own_price():
+    """A draft model that is tried after 60 tokens reads them first: that passed for what each guess
+    of it costs, or, before enough was timed, for nothing, and it was tried too often."""
+    times = DraftTimes()
+    assert times.trial(0.1, 1) == pytest.approx(0.3)
+    times.tried(1, 0.25, 0.1)
+    assert times.trial(0.1, 1) == pytest.approx(2.5) and times.line == (0.0, 0.0)
+    times.tried(1, 9.0, 0.1)  # a prompt, or what compiles
+    assert times.trial(0.1, 1) == 4.0 and times.prices(0.1) == (0.0, 0.3)
+    for _ in range(6):
+        times.tried(1, 0.02, 0.1)
+    assert times.trial(0.1, 1) == pytest.approx(0.2)
+    assert times.seconds(1) == pytest.approx(0.02, rel=0.3)
+
+
 # --- in a session -----------------------------------------------------------------------------
 
 

@@ -60,6 +60,8 @@ ORIGIN_WEIGHT = 0.25
 # them one by one, and all of one that makes them at once. Many guesses that are thought to be free
 # are what a text that cannot be guessed pays most for.
 ASSUMED_GUESS, ASSUMED_DRAFT = 0.3, 0.6
+# What a draft that is tried now and then is taken to cost at most, in plain tokens.
+MOST_TRIAL = 4.0
 # A drafter's first drafts, which are not timed: on a GPU they may compile kernels for seconds.
 COMPILING = 2
 # How many times what it took before a shape of a call may take, and count as that.
@@ -409,10 +411,27 @@ class DraftTimes:
         self._at_once = at_once
         self.line = (0.0, 0.0)
         self._tries = 0
+        self._trial_s = 0.0
         self._n = self._x = self._y = self._xx = self._xy = 0.0  # fading sums
 
+    def tried(self, length: int, seconds: float, plain: float) -> None:
+        """A draft that is tried now and then took `seconds`. It reads what was written since the
+        last one: what guesses take it says only where that was little."""
+        fixed, each = self.prices(plain)
+        if seconds <= 2 * plain * (fixed + length * each):
+            self.observe(length, seconds)
+        self._trial_s = seconds
+
+    def trial(self, plain: float, guesses: int) -> float:
+        """What the next such one is taken to take, in plain tokens of so many seconds. No more than
+        `MOST_TRIAL`: the last one may have compiled, or read a prompt."""
+        if self._trial_s:
+            return min(self._trial_s / plain, MOST_TRIAL)
+        fixed, each = self.prices(plain)
+        return fixed + guesses * each
+
     def observe(self, length: int, seconds: float) -> None:
-        """A draft of `length` took `seconds`."""
+        """A draft of `length`, right behind another one, took `seconds`."""
         self._tries += 1
         if self._tries > COMPILING:
             self._add(1 if self._at_once else length, seconds)

@@ -303,7 +303,7 @@ class DraftPolicy:
             if offer.drafts is not None or (offer is best and best.k):
                 continue
             k = offer.part.probed
-            price = self.costs.prices[k] - 1 + offer.fixed + k * offer.each
+            price = self.costs.prices[k] - 1 + offer.place.times.trial(self.costs.plain.value, k)
             price += best.gain / self.costs.rate
             if offer.place.is_probe_due(price):
                 offer.k, offer.is_probe = min(k, room), True
@@ -335,7 +335,9 @@ class DraftPolicy:
         part, begin = offer.part, self._clock()
         drafts = part.propose(tokens, offer.k)
         took = self._clock() - begin
-        if part.name in self._asked:
+        if offer.is_probe:
+            offer.place.times.tried(offer.k, took, self.costs.plain.value)
+        elif part.name in self._asked:
             offer.place.times.observe(offer.k, took)
         self._asked.add(part.name)  # a session's first draft reads its prompt: not counted
         self.costs.spend(took)
