@@ -119,6 +119,40 @@ def test_files_are_read_and_kept_as_text(tmp_path):
     assert json.loads(inlined(settings).json_schema) == PERSON
 
 
+def test_each_way_to_ask_is_known_by_its_name(tmp_path):
+    """Guards: a form of another kind, and a message about a flag that nobody gave."""
+    (tmp_path / "form").write_text("\ufeff" + json.dumps(PERSON), encoding="utf-8")
+    (tmp_path / "form.lark").write_text('start: "é"', encoding="utf-8")
+    object_of = {"type": "object"}
+    for given, kind, source, name in (
+        ({"json_object": True}, "json", object_of, "--json-object"),
+        ({"regex": "a+"}, "regex", "a+", "--regex"),
+        ({"grammar": 'start: "a"'}, "grammar", 'start: "a"', "--grammar"),
+        ({"grammar": str(tmp_path / "form.lark")}, "grammar", 'start: "é"', "--grammar"),
+        ({"json_schema": " {}"}, "json", {}, "--json-schema"),
+        ({"json_schema": str(tmp_path / "form")}, "json", PERSON, "--json-schema"),
+    ):
+        wanted = from_settings(Settings(**given))
+        assert (wanted.kind, wanted.source, wanted.name) == (kind, source, name)
+    asked = from_request({"type": "json_object"})
+    assert (asked.kind, asked.source, asked.name) == ("json", object_of, "response_format")
+    schema = {"type": "json_schema", "json_schema": {"schema": PERSON}}
+    asked = from_request(schema)
+    assert (asked.kind, asked.source, asked.name) == ("json", PERSON, "response_format")
+    (tmp_path / "no.text").write_bytes(b"\xff")
+    for given, message, hint in (
+        ({"grammar": "nowhere"}, "`nowhere`", "`--grammar` wants a file"),
+        ({"json_schema": "nowhere"}, "`nowhere`", "`--json-schema` wants a file"),
+        ({"json_schema": str(tmp_path / "no.text")}, "not UTF-8", "`--json-schema` wants a text"),
+        ({"json_schema": "{"}, "the schema of `--json-schema` is no JSON", ""),
+        ({"regex": "a", "json_object": True}, "`--json-object` and `--regex` exclude", "one form"),
+        ({"json_schema": '{"type": 3}'}, "`--json-schema` cannot be used", ""),
+    ):
+        with pytest.raises(UsageError) as error:
+            from_settings(Settings(**given))
+        assert message in error.value.message and hint in (error.value.hint or "")
+
+
 @pytest.mark.parametrize(
     "field",
     [
