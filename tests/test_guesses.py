@@ -80,6 +80,7 @@ class Session:
         return SimpleNamespace(part=self.part, k=self.k, chances=chances, drafts=drafts)
 
     def heard(self, offer, said):
+        assert self.policy.chooses, "who decides alone learns by itself"
         return said, [self.hopes ** (i + 1) for i in range(len(said))]
 
     def choose(self, first, left):

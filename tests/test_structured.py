@@ -610,6 +610,9 @@ def test_what_begins_as_a_call_ends_as_one():
     assert len(guard.notices) == 2
     step = play(guard, wrapper, '{"name": "A", "age": 1}')[-1]
     assert step.event == "left" and guard.is_open
+    guard = CallOrForm(Guard(wrapper, tools), guard_of(wrapper, wanted))
+    step = play(guard, wrapper, '{"name": "now", "parameters": {}} and')[-1]
+    assert step.event == "left", "it is no beginning of a sentence"
 
 
 # -- guesses ---------------------------------------------------------------------------------------
