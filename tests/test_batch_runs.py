@@ -179,7 +179,7 @@ def test_reproducible_answers_come_from_the_same_calls(shared, folders, monkeypa
         how["settings"] = {
             "drafter": "ngram", "speculate": "always", "reproducible": True, "max_tokens": 30,
         }  # fmt: skip
-        assert run(source, output, folders["qwen3_next"], **how) == 0
+        assert run(source, output, folders["lfm2"], **how) == 0
         return found
 
     source = write_jsonl("in", requests)

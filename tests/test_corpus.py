@@ -8,6 +8,7 @@ import pytest
 from oracle import engine, plain, prompt
 from tiny import build
 
+from ds4cli import Engine
 from ds4cli.drafters import corpus as corpora
 from ds4cli.drafters.corpus import Corpus
 from ds4cli.drafters.ngram import NgramDrafter
@@ -159,3 +160,12 @@ def test_sessions_of_an_engine_share_it_and_texts_stay(name):
         calls.append(session.stats.blocks)
         session.rewind(0)
     assert calls[2] < calls[0]
+
+
+def test_what_is_to_be_the_same_again_guesses_from_no_other_text(model_folder, tmp_path):
+    """What others said decides how many tokens a call is fed, and so the kernels on a GPU."""
+    path = tmp_path / "corpus.jsonl"
+    settings = dict(drafter="ngram", reproducible=True, corpus=str(path))
+    engine = Engine.load(model_folder, **settings)
+    assert engine.session().drafter.parts[0]._corpus is None and not path.exists()
+    assert any("`--corpus` is left alone" in line for line in engine.warnings)

@@ -220,7 +220,7 @@ class Engine(Vocabulary):
         notices += check_vocabulary(source, vocabulary)
         check_bias(chosen, vocabulary.token_limit)
         fingerprint = adapters.fingerprint(source.fingerprint(template or ""), adapter)
-        corpus = _corpus(chosen, fingerprint)
+        corpus, of_corpus = _corpus(chosen, fingerprint)
         before_weights(vocabulary)
         address_space.check(source.shards.nbytes)
         if share is not None and head_source is not None:
@@ -239,7 +239,7 @@ class Engine(Vocabulary):
             corpus=corpus,
             notices=notices,
             sampling=source.sampling,
-            warnings=source.warnings,
+            warnings=[*source.warnings, *of_corpus],
             group=group,
         )
         if group is not None:
@@ -366,7 +366,9 @@ class Engine(Vocabulary):
         sampler = self.sampler(self.settings)
         if drafter is None:
             draft = None if self._draft is None else self._timeline(self._draft, Timeline)
-            drafter = make(self.settings, sampler, draft=draft, head=self._head, corpus=self.corpus)
+            # What others said would decide what calls are made.
+            corpus = None if self.settings.reproducible else self.corpus
+            drafter = make(self.settings, sampler, draft=draft, head=self._head, corpus=corpus)
         return Session(self, timeline, sampler, drafter)
 
     @cached_property
@@ -516,11 +518,13 @@ def _draft_model(source: Source | None, settings: Settings) -> tuple[Any, list[s
     return (None, []) if source is None else load_weights(source, settings.dtype)
 
 
-def _corpus(settings: Settings, fingerprint: str) -> Corpus | None:
-    """Where texts of other sessions are kept, if the user wants that."""
+def _corpus(settings: Settings, fingerprint: str) -> tuple[Corpus | None, list[str]]:
+    """Where texts of other sessions are kept, if the user wants that; what to say of it."""
     if settings.corpus is None:
-        return None
-    return Corpus.kept(Path(os.path.expanduser(settings.corpus)), fingerprint)
+        return None, []
+    if settings.reproducible:
+        return None, ["`--corpus` is left alone: with `--reproducible` no guess is of other texts"]
+    return Corpus.kept(Path(os.path.expanduser(settings.corpus)), fingerprint), []
 
 
 def _check_layers(kind: registry.Kind, model: Any) -> None:
