@@ -8,7 +8,11 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import ArraysCache, CacheList, ConcatenateKVCache, KVCache
 
+from ds4cli.caches.arena import SeatedKVCache, Seating
+from ds4cli.caches.sliding import SlidingKVCache
+from ds4cli.caches.stack import Stack
 from ds4cli.errors import StateError
 from ds4cli.rewind.checkpoints import Checkpoint
 from ds4cli.rewind.layers import Layers
@@ -168,6 +172,8 @@ def test_a_layer_that_shares_keeps_all_being_asked():
     for _ in range(2):
         layers.before_write()
     assert len(layers.adapters[1].asked) == 2 and twin.adapters[0].asked == []
+    twin.before_write()
+    assert twin.adapters[0].asked == [("leave", [layers.adapters[0]], [])]
 
 
 def test_a_checkpoint_counts_what_it_holds():
@@ -228,3 +234,138 @@ def test_a_twin_has_the_adapters_of_the_fork():
     twin = layers.fork()
     assert twin.low() == 3 and twin.caches[0] is twin.adapters[0].cache
     assert twin.caches[0] is not layers.caches[0]
+
+
+# --- on caches of mlx-lm --------------------------------------------------------------------------
+
+
+def read(layers, *tokens):
+    """A call: every cache gets a row for each token, recurrent ones their sum."""
+    rows = mx.array(tokens, mx.float32)[None, None, :, None]
+    for part in layers.adapters:
+        if part.seekable:
+            part.cache.update_and_fetch(rows, -rows)
+        else:
+            part.cache.cache = [part.cache[0] + sum(tokens)]
+
+
+def shown(layers):
+    """What each layer holds: rows up to its cursor, or its slots."""
+    found = []
+    for part in layers.adapters:
+        if part.seekable:
+            keys, values = part.cache.keys_and_values()
+            assert keys.tolist() == (-values).tolist()
+            found.append([round(x) for x in keys.flatten().tolist()])
+        else:
+            found.append(part.cache[0].tolist())
+    return found
+
+
+def slots_of(total):
+    cache = ArraysCache(1)
+    cache[0] = mx.array([total])
+    return cache
+
+
+@pytest.mark.parametrize(("options", "cursor"), [({}, None), ({"before_call": True}, 3)])
+@pytest.mark.parametrize("long", [1, 300])
+def test_a_call_on_plain_rows_is_undone(options, cursor, long):
+    """A layer behind the others, or in a buffer that has grown meanwhile."""
+    layers = Layers([KVCache(), slots_of(0.0), KVCache()])
+    read(layers, 1, 2, 3)
+    hold, cache = layers.hold(**options), layers.caches[0]
+    assert (hold.cursor, hold.moved) == (cursor, 0)
+    buffers = cache.keys, cache.values
+    read(layers, *[9] * long)
+    layers.restore(hold)
+    assert shown(layers) == [[1, 2, 3], [6.0], [1, 2, 3]]
+    assert cache.keys is buffers[0] and cache.values is buffers[1]
+    read(layers, 4)
+    assert shown(layers) == [[1, 2, 3, 4], [10.0], [1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("other", [ConcatenateKVCache, lambda: SlidingKVCache(4, 2)])
+def test_layers_of_other_kinds_are_held_whole(other):
+    """Fields that only they have stay as the failed call left them."""
+    layers = Layers([KVCache(), other()])
+    read(layers, *range(1, 10))
+    hold = layers.hold(before_call=True)
+    assert hold.cursor is None
+    before = [{**vars(part.cache)} for part in layers.adapters]
+    read(layers, *[9] * 20)
+    layers.restore(hold)
+    for part, fields in zip(layers.adapters, before, strict=True):
+        now = vars(part.cache)
+        assert {*now} == {*fields} and all(now[name] is fields[name] for name in fields)
+
+
+def test_what_is_not_computed_with_the_logits_is_evaluated():
+    """Left lazy, its graph grows with every token."""
+    inside, slots, joined = KVCache(), ArraysCache(1), ConcatenateKVCache()
+    layers = Layers([KVCache(), SlidingKVCache(4, 2), CacheList(inside, slots), joined])
+    live = [id(tree) for tree in layers.live()]
+    assert live == [id(vars(cache)) for cache in (inside, slots, joined)]
+
+
+def test_a_call_on_seats_is_undone():
+    """The seat moves all layers at once; a layer that was sought by itself stays there."""
+    layers = Layers([KVCache(), slots_of(0.0), KVCache()])
+    read(layers, 1, 2, 3)
+    seating = Seating([(0,), (2,)])
+    seating.seat([layers.caches])
+    seat = layers.caches[0].seat
+    seat.moved += 1  # a call for all lanes wrote a row
+    hold = layers.hold(before_call=True)
+    assert (hold.cursor, hold.moved) == (None, 1)
+    assert layers.hold().rows is hold.rows, "nothing is asked of a layer"
+    layers.caches[1].cache = [mx.array([7.0])]
+    seat.moved += 2
+    layers.caches[2].offset = 2
+    again = layers.hold()
+    assert again.rows is not hold.rows and again.moved == 3
+    layers.restore(hold)
+    assert [layers.caches[i].offset for i in (0, 2)] == [4, 4] and layers.caches[1][0].item() == 6
+    layers.restore(again)
+    assert [layers.caches[i].offset for i in (0, 2)] == [6, 2] and layers.caches[1][0].item() == 7
+    kept = layers.hold()
+    assert layers.hold().rows is kept.rows
+    layers.forget_redo()
+    assert layers.hold().rows is not kept.rows, "what adapters know is another thing now"
+    layers.restore(kept)
+    layers.caches[2].leave()
+    half = layers.hold()
+    assert layers.hold().rows is not half.rows, "one of them moves by itself"
+    seat.moved += 1
+    layers.caches[2].offset = 1
+    layers.restore(half)
+    assert [layers.caches[i].offset for i in (0, 2)] == [6, 2]
+
+
+def test_rows_that_got_a_seat_after_the_hold_stay_in_it():
+    layers = Layers([KVCache(), KVCache()])
+    read(layers, 1, 2, 3)
+    for before_call in (False, True):
+        hold = layers.hold(before_call)
+        Seating([(0,), (1,)]).seat([layers.caches])
+        layers.caches[0].seat.moved += 2
+        layers.restore(hold)
+        assert shown(layers) == [[1, 2, 3]] * 2 and isinstance(layers.caches[1], SeatedKVCache)
+        for cache in layers.caches:
+            cache.leave()
+
+
+def test_stacked_slots_are_undone_without_being_looked_at():
+    """States of another lane, or those that a later call left."""
+    lanes = [Layers([slots_of(n)]) for n in (1.0, 2.0)]
+    stack = Stack([own.recurrent_caches for own in lanes])
+    holds = [own.hold() for own in lanes]
+    assert stack.is_whole
+    stack.layers = [[stack.layers[0][0] + 10]]
+    later = [own.hold() for own in lanes]
+    for own, hold, after in zip(lanes, holds, later, strict=True):
+        for part, numbers in ((hold, (1.0, 2.0)), (after, (11.0, 12.0))):
+            own.restore(part)
+            assert own.caches[0][0].tolist() == [numbers[lanes.index(own)]]
+    assert not stack.is_whole
+    assert [own.hold().slots[0][0].item() for own in lanes] == [11, 12]

@@ -237,6 +237,8 @@ def test_what_a_tape_says_of_itself():
     assert tape.row_bytes == 3 * 8 and tape.history_bytes == 0
     assert tape.nbytes == sum(t.nbytes for t in tape._tracks())
     assert not tape.has_inner_states and tape.inner_rows() == [2, 4, 6]
+    parts = [tape.first(3), tape.last(3)]
+    assert Tape.concat(parts).inner_rows() == [2, 4, 6], "of all calls together"
     assert tape.slots_that(lambda t: isinstance(t, Tail)) == [[True, False], [False]]
     led = Tape([[[tail(4, 6, 3, 3, False, 1)]], [[tail(4, 6, 3, 2, False, 1)]]])
     assert led.history_bytes == 5 * 8 and led.row_bytes == 2 * 8 and led.has_inner_states
@@ -267,6 +269,33 @@ def test_recordings_become_tapes_of_equal_rows():
         assert (tape.rows, tape.layers) == (0, 0)
     tape.fill([[(sums, Sums((column([3]),)))], [(States((column([7, 8, 9]),)),)]])
     assert tape.rows == 3 and numbers(tape._layers[0][0][0].data[0]) == [1, 2, 3]
+
+
+def test_history_in_front_of_a_call_is_no_row_of_it():
+    """A convolution beside a recurrence: nothing was recorded of either."""
+    tape = Tape()
+    tape.fill([[(tail(4, 6, 3, 3, False, 1),)], [(Sums((column([1, 2]),)),)]])
+    assert (tape.rows, tape.layers) == (2, 2)
+
+
+def test_tracks_of_two_kinds_are_not_replayed_together():
+    class Twice(Sums):
+        @classmethod
+        def replay(cls, tracks, starts, rows):
+            return [2 * x for x in super().replay(tracks, starts, rows)]
+
+    rows, start = (column([1, 2]),), mx.zeros((1, 2))
+    ((one, two),) = Tape([[[Sums(rows)], [Twice(rows)]]]).replay([[start, start]], 2)
+    assert (one.tolist(), two.tolist()) == ([[3, 3]], [[6, 6]])
+
+
+def test_what_is_made_compact_is_evaluated_at_once(monkeypatch):
+    """Left lazy it keeps the longer arrays that it was copied from."""
+    begun = []
+    monkeypatch.setattr(mx, "async_eval", lambda *trees: begun.append(trees))
+    part = two_layers().first(3).compact(1)
+    ((arrays,),) = begun
+    assert len(arrays) == 1 and arrays[0] is part._layers[1][0][0].data[0]
 
 
 def test_what_is_found_later_is_looked_for_once():
