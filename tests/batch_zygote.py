@@ -91,6 +91,7 @@ def child(cli: Any, job: dict[str, Any]) -> int:
     for number, (name, mode) in enumerate(streams):
         os.dup2(os.open(name, mode), number)
     if "fsize" in job:
+        sys.dont_write_bytecode = True  # Python would take half a file for a whole one
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["fsize"], job["fsize"]))
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - a new buffer: the old one has our jobs
     try:

@@ -24,12 +24,14 @@ from typer.testing import CliRunner
 from ds4cli import batch, generate, signals
 from ds4cli.batch.desk import Desk
 from ds4cli.batch.requests import derived_seed
+from ds4cli.batch.results import FileResults
 from ds4cli.caches.arena import Seating
 from ds4cli.cli import app
 from ds4cli.drafters.costs import PriceList
 from ds4cli.drafters.drafter import Drafter
 from ds4cli.engine.engine import Engine
 from ds4cli.engine.group import Group
+from ds4cli.errors import DS4Error
 from ds4cli.lanes.arm import Lanes
 from ds4cli.lanes.batch import Batch
 from ds4cli.rewind.timeline import Timeline
@@ -690,6 +692,27 @@ def test_an_interrupted_run_says_how_to_go_on(shared, folders, monkeypatch):
     assert Path("out").read_bytes() == Path("whole").read_bytes()
     monkeypatch.setattr(batch.generate, "load_engine", None)
     assert "nothing to do: 5 of 5 are done already" in command(*args, "--resume").stderr
+
+
+def test_what_cannot_be_written_is_not_done(shared, folders, monkeypatch):
+    """Guards: the progress counts a line that a full disk then refuses."""
+    put, leave, said = FileResults.put, batch.progress.BatchProgress.__exit__, []
+
+    def full_after_two(self, item, line):
+        if item.number > 2:
+            raise DS4Error("the disk is full")
+        put(self, item, line)
+
+    def look(self, *exception):
+        said.append((self._tally.done, self._tally.generated))
+        leave(self, *exception)
+
+    monkeypatch.setattr(FileResults, "put", full_after_two)
+    monkeypatch.setattr(batch.progress.BatchProgress, "__exit__", look)
+    source = write_jsonl("in", [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"}])
+    with pytest.raises(DS4Error):
+        run(source, "out", folders["llama"], {"max_tokens": 3, "parallel": 1})
+    assert said == [(2, 6)]
 
 
 # --- real processes -----------------------------------------------------------------------------

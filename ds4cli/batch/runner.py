@@ -285,10 +285,10 @@ class Runner:
         if self._others is None:
             return
         for item, line, counts in self._others.finished(wait=not self.desk.writing):
+            self.results.put(item, line)
             for name, count in counts.items():
                 setattr(self.tally, name, getattr(self.tally, name) + count)
             self.tally.answered += not counts["failed"]
-            self.results.put(item, line)
             if counts["failed"]:
                 self._has_failed(item)
             self._count()
@@ -343,15 +343,15 @@ class Runner:
             fingerprint=model_fingerprint(self.engine),
             settings=self._made_with,
         )
+        self.results.put(answer.item, replies.success(answer.item, body))
         self.tally.generated += answer.generated
         self.tally.answered += 1
-        self.results.put(answer.item, replies.success(answer.item, body))
         self._count()
 
     def _fail(self, answer: Answer, error: Exception) -> None:
         answer.has_failed = True
-        self.tally.failed += 1
         self.results.put(answer.item, self._failure(answer.item, error))
+        self.tally.failed += 1
         self._has_failed(answer.item)
         self._count()
 
