@@ -1,16 +1,17 @@
 """Modules that are handed a cache, run lane by lane with the lane's own cache, mask and rows.
 
 What such a module does before and after it touches the cache is most often a projection, the same
-for every lane: computed for each lane apart, its weights would be read as often. So while lanes run
-one after the other, a product of rows that all lanes have is computed once, on the rows of all; and
-where the result is a product, the products of the lanes are replaced by one on the joined rows.
+for every lane: computed for each lane apart, its weights would be read as often. So while lanes, or
+groups of them, run one after the other, a product of rows that all lanes have is computed once, on
+the rows of all; and where the result is a product, those of the lanes are replaced by one on the
+joined rows.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -24,7 +25,7 @@ SHARED = (nn.Linear, nn.QuantizedLinear, nn.RMSNorm, nn.LayerNorm)
 
 
 class Product(NamedTuple):
-    """What a module made of rows of one lane."""
+    """What a module made of rows of the lanes that ran."""
 
     result: mx.array
     module: nn.Module
@@ -32,31 +33,28 @@ class Product(NamedTuple):
 
 
 class Sharing:
-    """While a module runs lane by lane: which arrays are rows that all lanes have, and what was
-    computed of them.
+    """While a module runs on some lanes after others: which arrays are rows that all lanes have,
+    and what was computed of them.
 
-    last: the last product of rows that only this lane has.
+    part: the rows of the lanes that run now, of those of all. last: the last product of rows that
+    only these lanes have.
     """
 
-    def __init__(self, call: Call):
-        self.lane = 0
+    part: Callable[[mx.array], mx.array]
+
+    def __init__(self) -> None:
         self.last: Product | None = None
-        self._call = call
         # By id. What an id belongs to is kept, so that no other array can have it.
         self._wholes: dict[int, tuple[mx.array, mx.array]] = {}  # a slice, and what it is cut from
         self._done: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}  # result, rows
 
-    def of_lane(self, arg: Any) -> Any:
-        """What the lane that runs gets for an argument."""
-        if isinstance(arg, (LaneCache, LaneValue)):
-            return arg.lanes[self.lane]
-        if isinstance(arg, (tuple, list)):
-            return type(arg)(self.of_lane(item) for item in arg)
-        return self._slice(arg) if self._call.has_all_rows(arg) else arg
+    def begin(self, part: Callable[[mx.array], mx.array]) -> None:
+        """The lanes with that part of the rows run now."""
+        self.part, self.last = part, None
 
-    def _slice(self, whole: mx.array) -> mx.array:
-        first, end = self._call.spans[self.lane]
-        part = whole[:, first:end]
+    def cut(self, whole: mx.array) -> mx.array:
+        """What these lanes have of `whole`."""
+        part = self.part(whole)
         self._wholes[id(part)] = part, whole
         return part
 
@@ -70,7 +68,7 @@ class Sharing:
         key = id(module), id(known[1])
         if key not in self._done:
             self._done[key] = inner(module, known[1]), known[1]
-        return self._slice(self._done[key][0])
+        return self.cut(self._done[key][0])
 
 
 class Here(threading.local):
@@ -105,12 +103,12 @@ def by_lane(cls: type) -> type:
             return inner(self, *args, **kwargs)
         outputs: list[Any] = []
         products: list[Product | None] = []
-        now = here.sharing = Sharing(call)
+        now = here.sharing = Sharing()
         try:
-            for lane in range(len(call.sizes)):
-                now.lane, now.last = lane, None
-                own = [now.of_lane(arg) for arg in args]
-                named = {name: now.of_lane(arg) for name, arg in kwargs.items()}
+            for lane, (first, end) in enumerate(call.spans):
+                now.begin(partial(_rows, first, end))
+                own = [_of_lane(arg, lane, call, now) for arg in args]
+                named = {k: _of_lane(arg, lane, call, now) for k, arg in kwargs.items()}
                 outputs.append(inner(self, *own, **named))
                 products.append(now.last)
         finally:
@@ -118,6 +116,19 @@ def by_lane(cls: type) -> type:
         return _joined(outputs, products, call)
 
     return derived(cls, __call__)
+
+
+def _rows(first: int, end: int, x: mx.array) -> mx.array:
+    return x[:, first:end]
+
+
+def _of_lane(arg: Any, lane: int, call: Call, now: Sharing) -> Any:
+    """What a lane gets for an argument."""
+    if isinstance(arg, (LaneCache, LaneValue)):
+        return arg.lanes[lane]
+    if isinstance(arg, (tuple, list)):
+        return type(arg)(_of_lane(item, lane, call, now) for item in arg)
+    return now.cut(arg) if call.has_all_rows(arg) else arg
 
 
 def _joined(outputs: list[Any], products: list[Product | None], call: Call) -> Any:
@@ -130,10 +141,16 @@ def _joined(outputs: list[Any], products: list[Product | None], call: Call) -> A
 
 def _joined_rows(outputs: Sequence[mx.array], products: list[Product | None]) -> mx.array:
     """The rows of all lanes; through the last module at once where each lane's came from it."""
+    module, rows = last_module(outputs, products)
+    joined = mx.concatenate([*rows], axis=1)
+    return joined if module is None else module(joined)
+
+
+def last_module(
+    outputs: Sequence[mx.array], products: Sequence[Product | None]
+) -> tuple[nn.Module | None, Sequence[mx.array]]:
+    """The module that made all outputs, of these rows; None, and the outputs, without one."""
     module = products[0].module if products[0] is not None else None
     pairs = list(zip(products, outputs, strict=True))
-    if module is not None and all(
-        p is not None and p.result is y and p.module is module for p, y in pairs
-    ):
-        return module(mx.concatenate([p.rows for p in products if p is not None], axis=1))
-    return mx.concatenate([*outputs], axis=1)
+    made = [p.rows for p, y in pairs if p is not None and p.result is y and p.module is module]
+    return (module, made) if len(made) == len(outputs) else (None, outputs)
