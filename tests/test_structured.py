@@ -77,9 +77,9 @@ def play(guard, wrapper, text, start=0):
         ({"json_schema": '{"type": "nope"}'}, "Invalid type: nope"),
         ({"json_schema": '{"$ref": "#/nowhere"}'}, "does not exist"),
         ({"json_schema": '{"not": {}}', "strict": True}, "`not`"),
-        ({"regex": "a("}, "unclosed group"),
+        ({"regex": "a("}, ': invalid regex "a(" (in regex): regex parse error: unclosed group'),
         ({"regex": "(?=a)b"}, "look-around"),
-        ({"grammar": "start: nothing"}, "nothing"),
+        ({"grammar": "start: nothing"}, ': unknown name: "nothing"'),
     ],
 )
 def test_what_cannot_be_is_one_line(given, words):
@@ -331,6 +331,39 @@ def _reply(engine, wanted, attempt):
 
 
 # -- the end ---------------------------------------------------------------------------------------
+
+
+def test_a_grammar_is_built_once_and_for_its_form():
+    """Two forms in one process: the second reply was held to the form of the first."""
+    wrapper = tokenizer()
+    first, again, other = (Wanted("regex", p, "--regex") for p in ("a", "a", "b"))
+    assert form_of(wrapper, first) is form_of(wrapper, again) is not form_of(wrapper, other)
+    lark = Wanted("grammar", 'start: "a"', "--grammar")
+    same = Wanted("regex", 'start: "a"', "--regex")
+    assert form_of(wrapper, lark) is not form_of(wrapper, same)
+    assert not play(guard_of(wrapper, other), wrapper, "b")[-1].event
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "good", "bad"),
+    [
+        ("regex", "a/b", "a/b", "a\\"),
+        ("regex", r"a\/b", "a/b", "ab"),
+        ("regex", r"a\\/b", r"a\/b", "a/"),
+        ("regex", "//", "//", "/x"),
+        ("regex", "a\nb", "a\nb", "ab"),
+        ("json", True, '[1, {"a": null}]', "x"),
+        ("json", {}, "null", "nul1"),
+    ],
+)
+def test_a_form_as_it_was_given(kind, source, good, bad):
+    """Guards: a pattern that ends at its first slash; a schema that is no object."""
+    wrapper, wanted = tokenizer(merged=[]), checked(Wanted(kind, source, "it"))
+    guard = guard_of(wrapper, wanted)
+    steps = play(guard, wrapper, good)
+    assert not any(step.event for step in steps) and guard.text == good
+    assert guard.allowed(len(wrapper))[wrapper.eos_token_id] and not guard.finish("stop").reason
+    assert play(guard_of(wrapper, wanted), wrapper, bad)[-1].event == "left"
 
 
 def test_a_stop_token_may_come_only_where_the_text_may_end():
