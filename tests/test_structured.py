@@ -77,9 +77,9 @@ def play(guard, wrapper, text, start=0):
         ({"json_schema": '{"type": "nope"}'}, "Invalid type: nope"),
         ({"json_schema": '{"$ref": "#/nowhere"}'}, "does not exist"),
         ({"json_schema": '{"not": {}}', "strict": True}, "`not`"),
-        ({"regex": "a("}, ': invalid regex "a(" (in regex): regex parse error: unclosed group'),
+        ({"regex": "a("}, 'used: invalid regex "a(" (in regex): regex parse error: unclosed group'),
         ({"regex": "(?=a)b"}, "look-around"),
-        ({"grammar": "start: nothing"}, ': unknown name: "nothing"'),
+        ({"grammar": "start: nothing"}, 'used: unknown name: "nothing"'),
     ],
 )
 def test_what_cannot_be_is_one_line(given, words):

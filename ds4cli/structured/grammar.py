@@ -56,7 +56,7 @@ def _first_line(messages: list[str]) -> str:
     """llguidance's reason without the place in a text that the user did not write."""
     text = messages[0] if messages else "it does not compile"
     lines = [line.strip() for line in text.split("\n")]
-    head = lines[0].removeprefix("at ").split(": ", 1)[-1]
+    head = lines[0].split(": ", 1)[-1]
     error = next((line for line in lines if line.startswith("error: ")), "")
     return f"{head} {error.removeprefix('error: ')}".strip()[:200]
 
