@@ -16,6 +16,7 @@ DOUBLED = "a backslash that begins no JSON escape was doubled"
     [
         (' {"a": [1, 2]} tail', {"a": [1, 2]}, []),
         ('{"a": [1, 2 , ] , } tail', {"a": [1, 2]}, [COMMA]),
+        ('{"a":1,"b":[2,"c"],} tail', {"a": 1, "b": [2, "c"]}, [COMMA]),
         ("[1, [2,],] tail", [1, [2]], [COMMA]),
         ('[1, "a,]" ,] tail', [1, "a,]"], [COMMA]),
         ("{'a': 'b\"c'} tail", {"a": 'b"c'}, [SINGLE]),
