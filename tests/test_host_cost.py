@@ -119,7 +119,7 @@ def stock_rounds(made, lanes):
         yield
 
 
-@pytest.mark.parametrize(("name", "most"), [("llama", 1.95), ("qwen3_next", 1.9)])
+@pytest.mark.parametrize(("name", "most"), [("llama", 1.9), ("qwen3_next", 1.88)])
 def test_a_round_of_lanes_makes_few_calls_beside_mlx_lms_batches(name, most):
     """What undoes a call, cursors, states and tapes were moved lane by lane and layer by layer: 4.9
     times mlx-lm's calls at 16 lanes, and a third of a step on a fast GPU."""

@@ -39,6 +39,7 @@ class Table:
         self.total = sum(sizes)
         self._end = max(start + n for start, n in zip(starts, sizes, strict=True))
         self._masks: dict[tuple[int, int | None], mx.array] = {}
+        self._is_noted = False  # that cursors move
 
     def write(self, caches: Sequence[SeatedKVCache], keys: mx.array, values: mx.array) -> None:
         """Rows of the table's lanes, to their places."""
@@ -51,7 +52,10 @@ class Table:
             arena.write(self.rows, self.columns, keys[:, :, 0], values[:, :, 0])
         for cache, n in zip(caches, self._sizes, strict=True):
             cache.at += n  # as its `offset` does, but that is a call a lane and layer
-            cache.seat.cursors = object()
+        if not self._is_noted:  # nobody looks between two layers
+            self._is_noted = True
+            for cache in caches:
+                cache.seat.cursors = object()
 
     @cached_property
     def rows(self) -> mx.array:
