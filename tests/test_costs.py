@@ -266,14 +266,15 @@ def test_what_a_trial_reads_is_its_own_price():
     of it costs, or, before enough was timed, for nothing, and it was tried too often."""
     times = DraftTimes()
     assert times.trial(0.1, 1) == pytest.approx(0.3)
-    times.tried(1, 0.25, 0.1)
-    assert times.trial(0.1, 1) == pytest.approx(2.5) and times.line == (0.0, 0.0)
-    times.tried(1, 9.0, 0.1)  # a prompt, or what compiles
-    assert times.trial(0.1, 1) == 4.0 and times.prices(0.1) == (0.0, 0.3)
-    for _ in range(6):
-        times.tried(1, 0.02, 0.1)
+    times.tried(0.25)
+    assert times.trial(0.1, 1) == pytest.approx(2.5) and times.prices(0.1) == (0.0, 0.3)
+    times.tried(9.0)  # a prompt, or what compiles
+    assert times.trial(0.1, 1) == 4.0
+    times.tried(0.02)
+    assert times.trial(0.1, 1) == pytest.approx(0.3), "nothing is known yet of guesses"
+    for _ in range(3):
+        times.observe(1, 0.02)
     assert times.trial(0.1, 1) == pytest.approx(0.2)
-    assert times.seconds(1) == pytest.approx(0.02, rel=0.3)
 
 
 # --- in a session -----------------------------------------------------------------------------

@@ -414,21 +414,21 @@ class DraftTimes:
         self._trial_s = 0.0
         self._n = self._x = self._y = self._xx = self._xy = 0.0  # fading sums
 
-    def tried(self, length: int, seconds: float, plain: float) -> None:
-        """A draft that is tried now and then took `seconds`. It reads what was written since the
-        last one: what guesses take it says only where that was little."""
-        fixed, each = self.prices(plain)
-        if seconds <= 2 * plain * (fixed + length * each):
-            self.observe(length, seconds)
+    def tried(self, seconds: float) -> None:
+        """A draft that is tried now and then took `seconds`, with reading what was written since
+        the last one."""
         self._trial_s = seconds
 
     def trial(self, plain: float, guesses: int) -> float:
-        """What the next such one is taken to take, in plain tokens of so many seconds. No more than
-        `MOST_TRIAL`: the last one may have compiled, or read a prompt."""
-        if self._trial_s:
-            return min(self._trial_s / plain, MOST_TRIAL)
+        """What the next such one is taken to take, in plain tokens of so many seconds: as long as
+        the last one, but no more than `MOST_TRIAL`, for that may have compiled, or read a prompt.
+        """
         fixed, each = self.prices(plain)
-        return fixed + guesses * each
+        assumed = fixed + guesses * each
+        if not self._trial_s:
+            return assumed
+        last = min(self._trial_s / plain, MOST_TRIAL)
+        return last if any(self.line) else max(last, assumed)
 
     def observe(self, length: int, seconds: float) -> None:
         """A draft of `length`, right behind another one, took `seconds`."""

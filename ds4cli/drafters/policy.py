@@ -335,11 +335,14 @@ class DraftPolicy:
         part, begin = offer.part, self._clock()
         drafts = part.propose(tokens, offer.k)
         took = self._clock() - begin
-        if offer.is_probe:
-            offer.place.times.tried(offer.k, took, self.costs.plain.value)
-        elif part.name in self._asked:
-            offer.place.times.observe(offer.k, took)
-        self._asked.add(part.name)  # a session's first draft reads its prompt: not counted
+        times, reads_much = offer.place.times, part.name not in self._asked  # its prompt
+        if offer.is_probe:  # what was written since the last one
+            times.tried(took)
+            expected = self.costs.plain.value * (offer.fixed + offer.k * offer.each)
+            reads_much = reads_much or took > 2 * expected
+        if not reads_much:
+            times.observe(offer.k, took)
+        self._asked.add(part.name)
         self.costs.spend(took)
         return drafts
 
