@@ -287,6 +287,10 @@ def test_marks_where_they_pay():
     assert grouping.branch_points([0, 2003, 2001, 2000, 2000, 2000], 0) == [2000]
     assert grouping.branch_points([0, 5, 0, 700], 0) == []
     assert grouping.branch_points([300], 0) == [300]
+    assert grouping.WORTHWHILE_TOKENS == 16
+    for shared, marks in (([16], [16]), ([15], []), ([8], []), ([0, 16], [16]), ([0, 8], []),
+                          ([8, 8], [8]), ([16, 1, 1], [16]), ([0, 20, 1, 20], [20])):  # fmt: skip
+        assert grouping.branch_points(shared, 0) == marks, shared
 
 
 def test_marks_bound_what_is_read_twice():

@@ -365,7 +365,7 @@ def test_a_call_that_fails_while_it_runs_is_made_again(monkeypatch):
     monkeypatch.setattr(part.picks, "values", lambda *_: (_ for _ in ()).throw(RuntimeError("x")))
     assert not rounds(group) and [s.tokens[-12:] for s in joined] == truth
     assert group.is_apart and heard[0].endswith("failed: x") and len(heard) == 1
-    (only,) = (group.join(joined[0], max_tokens=5),)
+    only = group.join(joined[0], max_tokens=5)
     group.join(joined[1], max_tokens=5)
     group.call()
     part = only._open[0]

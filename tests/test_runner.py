@@ -5,7 +5,6 @@ failure costs, and what each result says.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -552,8 +551,3 @@ def test_other_ranks_answer_lines_too():
     only = Rank(5)
     lines, *_ = runner(Desk(), Blocks([item("a", 1), item("b", 2)]), others=only)
     assert all(line == {"by": "another"} for line in lines.values()) and only.waits[0]
-
-
-def test_a_line_keeps_its_own_bytes_for_other_ranks():
-    """Guards: what a fake hides: an item that another process may answer is the line itself."""
-    assert replace(item("x"), raw=b"y").raw == b"y"
