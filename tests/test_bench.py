@@ -8,7 +8,6 @@ from functools import cache
 
 import mlx.core as mx
 import pytest
-from folder import save_folder
 from oracle import FAMILIES, KINDS, SCALE, Letters, engine
 from tiny import V, build
 from typer.testing import CliRunner
@@ -326,12 +325,6 @@ TINY = [
     "--context", "40", "--depth", "8,20", "-r", "1", "--scale", "0.002", "--horizon-tokens", "16",
     "--prefill-step-size", "16",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def hybrid_folder(tmp_path_factory):
-    """A tiny hybrid whose calls are cheap."""
-    return save_folder(tmp_path_factory.mktemp("bench") / "lfm2", "lfm2")
 
 
 def run(*args):

@@ -554,7 +554,7 @@ def test_a_checkpoint_outlives_everything_written_after_it(name):
     for n in (3, 6, 1, 9):
         rig.feed(n)
         checkpoints.append((rig.checkpoint(), rig.tokens))
-    for _ in range(40):
+    for _ in range(20):
         rig.feed(1)
     for states, tokens in reversed(checkpoints):
         for _ in range(2):

@@ -16,7 +16,7 @@ def test_the_free_rewind_that_is_promised_is_free(name):
     promised = eng.capabilities.max_rollback
     session = eng.session()
     session.sync(prompt(20))
-    list(session.stream(max_tokens=60))
+    list(session.stream(max_tokens=40))
     end = session.pos
     for depth in range(1, (promised or 24) + 1):
         assert session.plan(end - depth).forwards == 0

@@ -33,9 +33,8 @@ from ds4cli.tools.formats import FORMATS
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    """A tiny hybrid whose calls are cheap."""
-    return talk.load(save_folder(tmp_path_factory.mktemp("chat") / "lfm2", "lfm2"))
+def engine(hybrid_folder):
+    return talk.load(hybrid_folder)
 
 
 @pytest.fixture

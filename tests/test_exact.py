@@ -4,7 +4,18 @@ from functools import lru_cache
 
 import mlx.core as mx
 import pytest
-from oracle import FAMILIES, KINDS, REAL_HEADS, Letters, OracleDrafter, check, engine, plain, prompt
+from oracle import (
+    FAMILIES,
+    KINDS,
+    REAL_HEADS,
+    Letters,
+    OracleDrafter,
+    check,
+    engine,
+    one_of_each,
+    plain,
+    prompt,
+)
 from tiny import build
 
 from ds4cli.errors import StateError
@@ -157,7 +168,7 @@ def test_prompts_of_any_length_and_chunked(name, n):
     assert out == plain(model(name), prompt(n, seed=5), 6)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", one_of_each(FAMILIES))
 def test_eos_at_each_index_of_a_block(name):
     """Tokens after an EOS in the same block must be neither shown nor in the state."""
     expected = truth(name, 0.0)
@@ -175,7 +186,7 @@ def test_eos_at_each_index_of_a_block(name):
         check(model(name), session)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", one_of_each(FAMILIES))
 def test_token_limit_at_each_index(name):
     """A limit inside a block cuts text, tokens and state at the same token; -1 has no limit."""
     for limit in range(1, 8):
@@ -194,7 +205,7 @@ def test_token_limit_at_each_index(name):
 STOPS = [*((at, 2) for at in (1, 2, 3)), *((at, 7) for at in (5, 6, 7, 8))]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", one_of_each(FAMILIES))
 def test_stop_strings_inside_and_over_blocks(name):
     """A stop string cuts text, ids and state alike, wherever the block borders fall."""
     text = Letters().decode(truth(name, 0.0))
