@@ -238,6 +238,8 @@ def test_bytes_are_followed_without_counting():
     fed = Fed(300).singles(100)
     assert fed.horizon.about_bytes == fed.horizon.nbytes + SIZES.state
     assert Fed(300).horizon.about_bytes == 0
+    behind = Fed(300, at=5).feed()
+    assert behind.horizon.about_bytes >= behind.horizon.nbytes, "with the row at its start"
 
 
 def test_a_copy_is_all_of_it():
