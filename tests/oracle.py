@@ -35,7 +35,7 @@ FAMILIES = (
 # One for each way to keep state; a property of none in particular is shown on these.
 KINDS = ("llama", "qwen3_next", "lfm2", "mamba2", "rwkv7", "gemma3_text", "deepseek_v41")
 # Architectures whose layers keep state as those of another tiny model do.
-TWINS = ("qwen3_5_moe", "lfm2_moe", "exaone4", "cohere2", "plamo3")
+TWINS = ("qwen3_5", "qwen3_5_moe", "olmo_hybrid", "lfm2_moe", "exaone4", "cohere2", "plamo3")
 # Heads of the sizes that real models have, for kernels that smaller ones do not reach.
 REAL_HEADS = ("llama:64", "llama:128", "llama:256", "gemma3_text:256", "qwen3_next:128")
 # A factor on the weights that makes the argmax move from token to token, family by family.

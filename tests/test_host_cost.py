@@ -134,6 +134,7 @@ def test_a_round_of_lanes_makes_few_calls_beside_mlx_lms_batches(name, most):
 def test_nothing_runs_per_lane_and_layer(name):
     """What is called for each lane in each layer is most of a step where there are many of both."""
     found = {}
+    gc.freeze()  # what other tests left would be looked through each time
     for layers in (4, 8):
         model = build(name, num_hidden_layers=layers, vocab_size=len(Letters()))
         made = Engine(model, Letters(), Settings(drafter="none"))
