@@ -63,21 +63,19 @@ class Layers:
     def hold(self, before_call: bool = False) -> Hold:
         """Free to take; good until the next move that is not undone. before_call: only a model call
         is to be undone, which moves all plain layers alike and knows nothing of adapters."""
-        slots = self._slots()
+        caches = self.recurrent_caches
+        if caches and "stack" in caches[0].__dict__ and caches[0].stack.is_whole:
+            slots: Slots = StackedSlots(caches[0].stack.layers, caches[0].row)
+        else:
+            slots = [[*c.cache] for c in caches]
         for first in self._seekable:
             if "seat" in first.cache.__dict__:
                 return Hold(self._cursors(first.cache.seat), first.cache.seat.moved, slots)
             if before_call and self._is_plain:
-                caches = [a.cache for a in self._seekable]
-                return Hold([(c.keys, c.values) for c in caches], 0, slots, first.cache.offset)
+                plain = [a.cache for a in self._seekable]
+                return Hold([(c.keys, c.values) for c in plain], 0, slots, first.cache.offset)
             break
         return Hold([({**a.__dict__}, {**a.cache.__dict__}) for a in self._seekable], 0, slots)
-
-    def _slots(self) -> Slots:
-        caches = self.recurrent_caches
-        if caches and "stack" in caches[0].__dict__ and caches[0].stack.is_whole:
-            return StackedSlots(caches[0].stack.layers, caches[0].row)
-        return [[*c.cache] for c in caches]
 
     def _cursors(self, seat: Seat) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """The rows of a `Hold` while the lane has a seat: where all layers have it, the same list
