@@ -166,6 +166,15 @@ def test_the_first_row_is_what_came_before():
     fed = Fed(50).feed(3)
     assert (fed.horizon.low, fed.horizon.end) == (0, 3)
     assert (Horizon(5, 100, None).low, Horizon(5, 100, None).end) == (None, None)
+    assert Horizon(5, 100, None).copy().rows() == range(0)
+
+
+def test_positions_that_a_state_is_kept_of():
+    """Guards: a way back to where no state is, or none to the live one of an empty horizon."""
+    assert Horizon(5, 100, None).states(7) == range(7, 8)
+    horizon = Fed(50, at=4).feed(3).horizon
+    assert horizon.states(7) == horizon.states(4) == range(4, 8)
+    assert horizon.states(3) == range(3, 4), "a state before it is somebody else's"
 
 
 def test_rows_that_do_not_follow_begin_anew():
@@ -275,6 +284,9 @@ def test_a_second_checkpoint_does_not_push_rows_out(monkeypatch):
         assert len(fed.text) - fed.horizon.low >= min(40, len(fed.text))
     assert fed.horizon.room.spacing is None
     fed.check()
+    calls = Fed(40, 70 * POSITION_BYTES).feed(25).feed(40)
+    assert (calls.horizon.low, calls.horizon.room.spacing) == (25, None)
+    assert calls.horizon.nbytes + 25 * POSITION_BYTES < calls.horizon.budget_bytes
 
 
 def test_checkpoints_keep_their_distance_after_a_way_back():
@@ -287,6 +299,25 @@ def test_checkpoints_keep_their_distance_after_a_way_back():
     fed = Fed(300).singles(95).back(90).singles(40)
     assert [s.start for s in fed.horizon.segments if s.checkpoint is not None] == starts
     fed.check()
+    fed = Fed(300).feed(3).feed(3).back(5).feed(3)
+    assert [s.start for s in fed.horizon.segments if s.checkpoint is not None] == [0, 5]
+
+
+def test_a_checkpoint_that_stays_is_its_own():
+    """Guards: the states of all lanes stay alive with the one of which a checkpoint is a view."""
+    fed = Fed(300).feed(3)
+    given = fed.horizon.segments[0].checkpoint
+    kept = fed.feed(3).horizon.segments[0].checkpoint
+    assert all(a is not b for a, b in zip(given[0] + given[1], kept[0] + kept[1], strict=True))
+    fed.check()
+
+
+def test_where_replays_read_rows_in_place_no_run_is_copied(monkeypatch):
+    """Guards: on a card that reads rows where they are, recording pays for copies all the same."""
+    monkeypatch.setattr(module.switch, "is_on", lambda: True)
+    sizes = 300, 1 << 20, SIZES, ROW_BYTES, module.page_bytes()
+    assert Fed(300).horizon.room_for(ROW_BYTES) == room.Room.of(*sizes, in_place=True)
+    assert room.Room.of(*sizes, in_place=True) != room.Room.of(*sizes)
 
 
 def test_a_long_call_comes_in_pieces():
@@ -316,6 +347,9 @@ def test_parts_of_a_segment_hold_all_of_it():
     assert own.row(1)[0].item() == 1
     before, after = whole.split(2)
     assert (before.nbytes, after.nbytes) == (own.nbytes, 4 * POSITION_BYTES)
+    assert whole.packed().logits is whole.logits, "one array that holds no more is not copied"
+    assert before.after()[1][0].tolist() == state([3, 1])[1][0].tolist()
+    assert after.after() is None and Segment(0, 1, None, (), state([])).after() is None
 
 
 def test_what_was_cut_is_copied_where_a_promise_needs_it():
@@ -326,6 +360,17 @@ def test_what_was_cut_is_copied_where_a_promise_needs_it():
         free = fed.horizon.room.free_rows
         assert len(fed.text) - fed.horizon.low >= min(free, len(fed.text))
         assert fed.horizon.nbytes <= fed.horizon.budget_bytes
+    fed.check()
+
+
+def test_what_may_hold_more_than_its_rows_is_copied_but_not_the_last_rows():
+    """Guards: rows that were promised leave, while others take a page each."""
+    fed = Fed(200, 50 * POSITION_BYTES).singles(5).feed(30)
+    while not fed.horizon.segments[0].is_packed:
+        fed.feed(8, 1)
+    assert all(s.is_packed for s in fed.horizon.segments) and fed.horizon.low == 0
+    fed.feed()
+    assert not fed.horizon.segments[-1].is_packed
     fed.check()
 
 
@@ -373,6 +418,15 @@ def test_packing_waits_for_its_rows_to_be_old_and_skips_what_is_gone():
     assert segments[0] is before and list(packing.starts) == [4]
     packing.advance(segments, 6, 1)
     assert segments[0] is not before and not packing.starts
+    packing = Packing([4])
+    packing.advance(segments, 6, LAYERS)
+    twin = packing.copy()
+    twin.advance(segments, 6, LAYERS)
+    assert packing.starts and not twin.starts, "a copy begins where it was"
+    segments = [Segment(4, 6, None, (wide([5]), wide([6])), None)]
+    twin = Packing([4])
+    twin.advance(segments, 6, 3)
+    assert not twin.starts and len(segments[0].logits) == 1, "without layers it is one step"
 
 
 def test_the_number_of_arrays_is_bounded(monkeypatch):
