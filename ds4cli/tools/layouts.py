@@ -20,7 +20,6 @@ _SPACES = r"[ \t\r\n]{0,4}"
 class Layout:
     """White space where a call has any: around `,` and `:`, behind the start marker, between calls
     and in front of the end marker, in front of tags, inside elements, between an element's tags.
-    in_order: keys stand in the order of their schema.
     """
 
     comma: tuple[str, str] = ("", " ")
@@ -30,7 +29,6 @@ class Layout:
     tag: str = ""
     pad: str = ""
     between: str = ""
-    in_order: bool = True
 
     @classmethod
     def of(cls, fmt: Format, drawn: str) -> Layout:
@@ -50,7 +48,7 @@ class Layout:
     def applied(self, lark: str) -> str:
         """A grammar with this white space in place of any."""
         from ds4cli.tools.lark import ANY_TEXT
-        from ds4cli.tools.values import SPACE, quoted
+        from ds4cli.tools.values import SPACE, escaped, quoted
 
         pairs = (
             ('WS? "," WS?', quoted(",".join(self.comma))),
@@ -58,9 +56,9 @@ class Layout:
             ("WS?", quoted(self.pad)),
             ("GAP?", quoted(self.gap)),
             ("LEAD?", quoted(self.lead)),
-            (f"({SPACE})?", _escaped(self.tag)),
-            (_SPACES, _escaped(self.between)),
-            (ANY_TEXT, f"{_escaped(self.pad)}{ANY_TEXT}"),
+            (f"({SPACE})?", escaped(self.tag)),
+            (_SPACES, escaped(self.between)),
+            (ANY_TEXT, f"{escaped(self.pad)}{ANY_TEXT}"),
         )
         for any_space, exact in pairs:
             lark = lark.replace(any_space, exact)
@@ -79,7 +77,3 @@ def _spaces(pattern: str, drawn: str, default: tuple[str, str] = ("", "")) -> tu
     at = max(0, drawn.find(PROBE.name) - 80)
     match = regex.compile(pattern).search(drawn, at)
     return (match[1], match[2]) if match else default
-
-
-def _escaped(space: str) -> str:
-    return "".join(f"\\x{ord(c):02x}" for c in space)
