@@ -16,7 +16,6 @@ from toolkit import TOOLS, tokenizer
 from ds4cli.errors import UsageError
 from ds4cli.text.tokenizer import Vocabulary
 from ds4cli.tools import Tool, load_tools, run_tool
-from ds4cli.tools.checking import Invalid, check
 from ds4cli.tools.running import environment_of, printable
 from ds4cli.tools.schema import types_of
 
@@ -100,63 +99,6 @@ def test_what_is_not_declared_is_no_argument():
     for extra in ({"additionalProperties": True}, {"additionalProperties": {"type": "string"}}):
         tool = Tool("t", "", {**TOOLS[0].parameters, **extra})
         assert tool.arguments_schema is tool.parameters
-
-
-VALID = [
-    ({"maxLength": 10**400}, "a"),
-    ({"type": "integer"}, 3.0),
-    ({"type": ["string", "null"]}, None),
-    ({"type": "string", "nullable": True}, None),
-    ({"enum": [1, "a"]}, 1),
-    ({"const": {"a": [1]}}, {"a": [1]}),
-    ({"minimum": 0, "exclusiveMaximum": 1, "multipleOf": 0.1}, 0.3),
-    ({"oneOf": [{"type": "string"}, {"minLength": 2}]}, "a"),
-    ({"prefixItems": [{"type": "string"}], "items": {"type": "integer"}}, ["a", 1, 2]),
-    ({"patternProperties": {"^x": {"type": "integer"}}, "additionalProperties": False}, {"xy": 1}),
-    (
-        {"$ref": "#/$defs/n", "$defs": {"n": {"properties": {"n": {"$ref": "#/$defs/n"}}}}},
-        {"n": {"n": {}}},
-    ),
-    ({"not": {"type": "string"}}, 1),
-    (True, "anything"),
-]
-INVALID = [
-    ({"type": "integer"}, True),
-    ({"type": "integer"}, 3.5),
-    ({"enum": [1]}, True),
-    ({"type": "number"}, "3"),
-    ({"required": ["a"]}, {}),
-    ({"properties": {"a": {"items": {"minLength": 2}}}}, {"a": ["ab", "c"]}),
-    ({"uniqueItems": True}, [1, 1]),
-    ({"maxItems": 1}, [1, 2]),
-    ({"pattern": "^a$"}, "b"),
-    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, 1),
-    ({"oneOf": [{"type": "string"}, {"minLength": 1}]}, "a"),
-    ({"allOf": [{"minimum": 1}, {"maximum": 2}]}, 3),
-    ({"not": {"type": "string"}}, "a"),
-    ({"contains": {"const": 1}}, [2]),
-    (False, 1),
-    ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, 1),
-]
-
-
-@pytest.mark.parametrize(("schema", "value"), VALID)
-def test_schema_accepts(schema, value):
-    """A right value is refused."""
-    check(value, schema)
-
-
-@pytest.mark.parametrize(("schema", "value"), INVALID)
-def test_schema_refuses(schema, value):
-    """A wrong value reaches the tool, or a reference to itself never ends."""
-    with pytest.raises(Invalid):
-        check(value, schema)
-
-
-def test_schema_says_where():
-    """`invalid arguments` without the place."""
-    with pytest.raises(Invalid, match=r"value\.a\[1\] has length 1"):
-        check({"a": ["ab", "c"]}, INVALID[5][0])
 
 
 def test_types_of_follows_references_and_alternatives():

@@ -101,10 +101,12 @@ def require_format(tokenizer: Any) -> Format:
 def drawn_wrongly(tokenizer: Any) -> list[str]:
     """What the template draws so that its own format cannot read it back, with how it does."""
     fmt = detect_format(tokenizer)
+    if fmt is None:
+        return []
     found = []
-    for what, tool, arguments in HARD if fmt is not None else ():
+    for what, tool, arguments in HARD:
         drawn = _drawn(tokenizer, tool, arguments)
-        if fmt is not None and drawn is not None and not _reads(fmt, drawn, tool, arguments):
+        if drawn is not None and not _reads(fmt, drawn, tool, arguments):
             found.append(f"{what}, as `{_short(drawn[drawn.rindex(tool.name) :])}`")
     return found
 
