@@ -8,6 +8,7 @@ import os
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -750,6 +751,15 @@ def test_one_line_is_tried_where_guesses_are_made_for_one_only():
 def test_only_full_rounds_judge_a_width():
     """The last lines of a batch, few at a time, made the width of the next ones small."""
     width = Width(None)
-    for _ in range(100):
-        width.observe(2, 2, 1.0)
-    assert width.now == 4
+    for lines_in_work, tokens in [(2, 2), (4, 0)] * 50:
+        width.observe(lines_in_work, tokens, 1.0)
+        assert width.now == 4
+
+
+def test_a_width_by_settings_and_prices():
+    """Guards: prices of earlier batches, or of calls, that nobody asks."""
+    rounds, calls = {4: 1.0, 8: 1.1}, {1: 1.0, 16: 1.1}
+    for wanted, shown, now in ((0, rounds, 8), (0, {}, 16), (5, rounds, 5)):
+        prices = SimpleNamespace(rounds=shown, seconds=calls)
+        settings = Settings(parallel=wanted)
+        assert Width.of(SimpleNamespace(prices=prices, settings=settings)).now == now

@@ -100,6 +100,8 @@ def test_parts_of_a_schema():
     }
     assert s.nullable(must) == ["a", "c"] and s.nullable({"required": ["a"]}) == []
     assert s.nullable({"$ref": "#/$defs/m"}, {"$defs": {"m": must}}) == ["a", "c"]
+    inner = {**ROOT, "properties": {"a": {"$ref": "#/$defs/n"}}, "required": ["a"]}
+    assert s.nullable(inner) == [] and s.nullable({"anyOf": [inner]}, ROOT) == []
 
 
 @pytest.mark.parametrize(
