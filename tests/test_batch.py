@@ -705,6 +705,7 @@ def test_as_many_at_a_time_as_pay():
     assert widths(None, lambda n: 100 * n) == [4, 8, 16, 32]
     assert widths(None, lambda n: min(n, 8)) == [4, 8, 16, 8]
     assert widths(None, lambda n: 100) == [4, 8, 4]
+    assert widths(None, lambda n: n / 100) == [4, 8, 16, 32], "no rate is too small"
     assert widths(5, lambda n: 100) == widths(5, lambda n: n) == [5]
 
 
@@ -715,6 +716,7 @@ def test_the_first_width_is_the_one_that_prices_promise():
     assert widths(None, lambda n: min(n, 4), promised={4: 9, 8: 18, 16: 36}) == [16, 8, 4]
     assert widths(None, lambda n: min(n, 8), promised={4: 9, 8: 18, 16: 36}) == [16, 8, 4, 8]
     assert widths(None, lambda n: n, promised={8: 50}) == [8, 4, 8]
+    assert widths(None, lambda n: n, promised={32: 32}) == [32]
     assert widths(5, lambda n: n, promised={4: 4, 8: 8}) == [5]
 
 
@@ -724,6 +726,7 @@ def test_prices_promise_what_batches_or_else_calls_have_shown():
     assert promises({}, calls) == {4: 4 / (1 + 3 / 7), 8: 4.0, 16: 4.0}
     assert promises({8: 2.0}, calls) == promises({}, calls)
     assert promises({6: 1.0, 16: 2.0}, calls) == {8: 8 / 1.2, 16: 8.0}
+    assert promises({4: 1.0, 16: 2.0}, {}) == {4: 4.0, 8: 8 / (1 + 1 / 3), 16: 8.0}
     assert promises({}, {}) == promises({5: 1.0}, {1: 1.0}) == {}
 
 

@@ -90,17 +90,19 @@ def test_a_matcher_consumes_what_is_new():
     matcher = call.matcher(10, [A], "a")
     assert grammar.live.ids == [A] and matcher.opened == 10
     assert call.matcher(10, [A], "a") is call.matcher(10, [A, B, B], "a") is matcher
-    assert grammar.live.ids == [A, B, B] and grammar.made == 1
+    for n in (4, 5, 6):
+        call.matcher(10, [A, B, B, B, A, B][:n], "a")
+    assert grammar.live.ids == [A, B, B, B, A, B] and grammar.made == 1
     assert call.matcher(13, [B], "b") is not matcher and grammar.live.ids == [B]
     assert not call.matcher(13, [B], "b").is_accepting()
     assert call.matcher(13, [B, ord("z")], "b").is_accepting()
 
 
-@pytest.mark.parametrize(("marked", "lead"), [(b"xy<", [60]), (b"x<", [60]), (b"<a", [MARKED])])
+@pytest.mark.parametrize(("marked", "lead"), [(b"x<y<", [60]), (b"x<", [60]), (b"<a", [MARKED])])
 def test_a_marker_may_begin_inside_a_token(marked, lead):
     """Guards: the text before a marker given to the grammar of calls."""
     grammar, call = limits(marked=marked)
-    matcher = call.matcher(10, [MARKED, A], marked.decode().lstrip("xy"))
+    matcher = call.matcher(10, [MARKED, A], "<a" if lead == [MARKED] else "<")
     assert grammar.live.ids == [*lead, A] and matcher.refused(12) is None
     assert limits(marked=b"xy")[1].matcher(10, [MARKED], "<") is None, "it is not in it"
 

@@ -119,17 +119,23 @@ class Given:
     def __init__(self, group: Following, tally: Tally):
         self._group, self._tally = group, tally
         self._told = dict.fromkeys(COUNTS, 0)
+        self._made: tuple[int, str] | None = None  # not told yet
 
     def expect(self, item: Item) -> bool:
         """There are no earlier results here."""
         return False
 
     def put(self, item: Item, line: bytes) -> None:
-        """Tell the result of an item, and what was counted since the last one."""
+        """The result of an item: it is told when it is counted too."""
+        self._made = item.number, line.decode()
+
+    def tell(self) -> None:
+        """Tell the last result, and what was counted since the one before."""
+        assert self._made is not None, "it was put"
         now = {name: getattr(self._tally, name) for name in COUNTS}
         counts = {name: now[name] - self._told[name] for name in COUNTS}
         self._told = now
-        self._group.answer([item.number, line.decode(), counts, self._tally.lanes])
+        self._group.answer([*self._made, counts, self._tally.lanes])
 
 
 class Taker(Runner):
@@ -137,17 +143,22 @@ class Taker(Runner):
 
     def __init__(self, group: Following, engine: Engine, planner: Planner, desk: Desk, plain: bool):
         tally = Tally()
-        super().__init__(engine, planner, Given(group, tally), lambda: False, desk)
+        self._given = Given(group, tally)
+        super().__init__(engine, planner, self._given, lambda: False, desk)
         self.tally, self._group, self._plain = tally, group, plain
 
     def take_lines(self) -> None:
         """To the end."""
-        self._progress, self._todo = BatchProgress(self.tally, None, False), self._given()
+        self._progress, self._todo = BatchProgress(self.tally, None, False), self._told()
         choices = self._choices()
         while self._begin_some(choices) or self.desk.writing:
             self._go_on()
 
-    def _given(self) -> Iterator[PlannedJob | None]:
+    def _count(self) -> None:
+        super()._count()
+        self._given.tell()
+
+    def _told(self) -> Iterator[PlannedJob | None]:
         while True:
             if (self.desk.writing or self._ready) and not self._group.is_told:
                 yield None
