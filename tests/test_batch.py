@@ -223,8 +223,10 @@ def test_a_file_is_looked_through_and_read_in_blocks(tmp_path):
 def test_a_block_ends_by_bytes_too(monkeypatch):
     """Guards: a block of very long lines fills the memory."""
     monkeypatch.setattr(lines, "BLOCK_BYTES", 10)
-    source = lines.FileLines(io.BytesIO(b"12345\n" * 5))
+    source = lines.FileLines(io.BytesIO(b"1234\n" * 5))
     assert [len(lines.take_block(source, True, never)) for _ in range(4)] == [2, 2, 1, 0]
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 11)
+    assert len(lines.take_block(lines.FileLines(io.BytesIO(b"1234\n" * 5)), True, never)) == 3
 
 
 def test_a_pipe_gives_lines_when_they_come():
@@ -240,6 +242,75 @@ def test_a_pipe_gives_lines_when_they_come():
         os.close(write)
         assert lines.take_block(source, True, never) == [(2, b"two\n"), (3, b"three")]
         assert lines.take_block(source, False, never) == []
+
+
+def test_a_line_of_a_pipe_may_come_in_pieces(monkeypatch):
+    """Guards: the beginning of a long line is lost; a line ends at a space, or at the first break
+    between two writes; what has arrived is not all looked at."""
+    monkeypatch.setattr(lines, "READ_BYTES", 4)
+    read, write = os.pipe()
+    with open(read, "rb") as stream:
+        source = lines.PipeLines(stream)
+        os.write(write, b"a long line\r\nb c\nlast")
+        os.close(write)
+        both = [(1, b"a long line\r\n"), (2, b"b c\n"), (3, b"last")]
+        assert list(source.preview()) == both
+        assert lines.take_block(source, True, never) == both
+
+
+def test_how_long_a_pipe_is_waited_for(monkeypatch):
+    """Guards: a look that waits, while others are written; a wait that ends before a line came."""
+    read, write = os.pipe()
+    waits = []
+
+    def select(reading, writing, failed, timeout):
+        waits.append(timeout)
+        if len(waits) < 3:
+            return [], [], []
+        return reading, writing, failed
+
+    monkeypatch.setattr(lines.select, "select", select)
+    os.write(write, b"x\n")
+    with open(read, "rb") as stream:
+        source = lines.PipeLines(stream)
+        assert source.next(False, never) is None and waits == [0]
+        assert source.next(True, never) == (1, b"x\n") and waits == [0] + 2 * [lines.POLL_S]
+    os.close(write)
+
+
+def test_a_file_is_known_by_what_it_is(tmp_path):
+    """Guards: results written over the requests under another name; a pipe taken for a file."""
+    (tmp_path / "a").touch()
+    (tmp_path / "b").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    known = lines.file_id(tmp_path / "a")
+    assert known == lines.file_id(str(tmp_path / "link")) != lines.file_id(tmp_path / "b")
+    with open(tmp_path / "a") as stream:
+        assert known == lines.file_id(stream.fileno()) is not None
+    for other in (tmp_path, tmp_path / "none", "a\0b"):
+        assert lines.file_id(other) is None
+
+
+def test_where_lines_come_from(tmp_path, monkeypatch):
+    """Guards: standard input closed for whatever runs next; a file that stays open."""
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"a\n")))
+    source = lines.open_lines("-")
+    source.close()
+    assert source.next(True, never) == (1, b"a\n")
+    (tmp_path / "in").write_bytes(b"b\n")
+    file = lines.open_lines(str(tmp_path / "in"))
+    assert file.next(True, never) == (1, b"b\n")
+    file.close()
+    with pytest.raises(ValueError, match="closed"):
+        file.next(True, never)
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(UsageError, match="it is closed"):
+        lines.open_lines("-")
+    unread = lines.open_lines(str(tmp_path / "in"))
+    unread.close()
+    for name in (str(tmp_path / "none"), "a\0b"):
+        with pytest.raises(UsageError, match="cannot read"):
+            lines.open_lines(name)
 
 
 def test_a_wait_for_a_pipe_ends_when_the_user_stops():
