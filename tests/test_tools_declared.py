@@ -53,6 +53,9 @@ def test_both_forms_of_a_declaration(tmp_path):
         ([GOOD, GOOD], "[1].name"),
         ([{**GOOD, "command": 3}], "[0].command"),
         ([{**GOOD, "command": 'cat "x'}], "[0].command"),
+        ([{**GOOD, "command": []}], "[0].command"),
+        ([{**GOOD, "command": ["cat", 3]}], "[0].command"),
+        ([{**GOOD, "env": ["A", 3]}], "[0].env"),
         ([{**GOOD, "command": ["cat", "a\0b"]}], "[0].command"),
         ([{**GOOD, "command": "cat", "env": "HF_TOKEN"}], "[0].env"),
         ([{**GOOD, "description": 3}], "[0].description"),
@@ -85,6 +88,28 @@ def test_a_bad_file_names_the_place(tmp_path, data, where):
     with pytest.raises(UsageError) as caught:
         load(tmp_path, data)
     assert where in caught.value.message and "tools.json" in caught.value.message
+    assert caught.value.hint
+
+
+def test_all_of_a_declaration_is_read(tmp_path):
+    """Guards: a tool without its secrets, or refused for want of a schema."""
+    runs = {"command": ["cat", "-n"], "env": ["A", "B"]}
+    bare, inner, outer, within, both = load(
+        tmp_path,
+        [
+            {"name": "f"},
+            {"name": "g", "description": "zählt", **runs},
+            {"function": {"name": "h", "parameters": {}}, **runs},
+            {"function": {"name": "j", **runs}},
+            {"function": {"name": "i", **runs}, "command": "wc"},
+        ],
+    )
+    nothing = {"type": "object", "properties": {}}
+    assert bare == Tool("f", "", nothing, None, ())
+    assert inner == Tool("g", "zählt", nothing, ("cat", "-n"), ("A", "B"))
+    assert outer == Tool("h", "", {}, ("cat", "-n"), ("A", "B"))
+    assert within == Tool("j", "", nothing, ("cat", "-n"), ("A", "B"))
+    assert both == Tool("i", "", nothing, ("wc",), ("A", "B")), "the outer one comes first"
 
 
 def test_a_missing_file(tmp_path):
