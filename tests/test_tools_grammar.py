@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_tools_detect import drawn, with_template
 from test_tools_guard import text_of, wrapper_for
+from tokenizers.processors import TemplateProcessing
 from toolkit import EOS, TOOLS, encode, play, tokenizer
 
 from ds4cli.tools import FORMATS, Guard, Refused, Tool, parse_calls
-from ds4cli.tools.grammar import Grammar, NoGrammar, grammar_for
+from ds4cli.tools.grammar import Grammar, NoGrammar, grammar_for, vocabulary_for
 from ds4cli.tools.lark import Writer
 
 RICH = [
@@ -306,6 +308,48 @@ def test_tools_of_one_name_have_grammars_of_their_own():
     for key, grammar in city.items():
         matcher, tokens = grammar.matcher(), grammar.tokens_of(text.encode())
         assert (matcher.try_consume_tokens(tokens) == len(tokens)) == (key == "town"), key
+
+
+def test_what_may_follow_in_place_of_a_wrong_token():
+    """Guards: a mask of another place, or none; a matcher that stays where it looked."""
+    wrapper, fmt = tokenizer(), FORMATS["json_tools"]
+    grammar, size = grammar_for(wrapper, fmt, TOOLS), len(wrapper) + 3
+    matcher, spell = grammar.matcher(), lambda text: grammar.tokens_of(text.encode())
+    begun = spell(fmt.start + '{"name": "get_weather", "arguments": {"days": ')
+    assert matcher.try_consume_tokens(begun) == len(begun)
+    (digit,), (letter,) = spell("1"), spell("x")
+    mask = grammar.instead(matcher, [digit], letter, size)
+    assert mask.shape == (size,) and mask[digit] and not mask[letter]
+    assert matcher.validate_tokens(both := spell("12,")) == len(both), "it stays where it was"
+    assert grammar.instead(matcher, [digit], digit, size) is None
+    assert grammar.instead(matcher, [letter], digit, size) is None, "it never comes that far"
+
+
+def test_each_layout_of_the_template_leaves_no_choice():
+    """Guards: no guesses inside calls, or those of one layout in another."""
+    fmt = FORMATS["json_tools"]
+    own = fmt.start + drawn("json_tools") + fmt.end
+    compact = own.replace(", ", ",").replace(": ", ":")
+    grammar = grammar_for(with_template("json_tools", own), fmt, TOOLS)
+    taken = []
+    for matcher in grammar.forcing():
+        texts = [grammar.tokens_of(text.encode()) for text in (own, compact)]
+        taken.append([matcher.validate_tokens(ids) == len(ids) for ids in texts])
+    assert taken == [[True, False], [False, True]]
+    assert grammar_for(with_template("json_tools", ""), fmt, TOOLS).forcing() == []
+
+
+def test_a_tokenizer_that_pads_cuts_or_begins_texts_spells_all_the_same():
+    """Guards: padding, or a begin of text, among a text's tokens; settings that we change."""
+    wrapper = tokenizer()
+    backend = wrapper._tokenizer.backend_tokenizer
+    backend.enable_padding(length=9)
+    backend.enable_truncation(2)
+    first = ("<|user|>", backend.token_to_id("<|user|>"))
+    backend.post_processor = TemplateProcessing("<|user|> $A", special_tokens=[first])
+    ids = vocabulary_for(wrapper, "").tokenize_bytes(b"abc")
+    assert [wrapper.decode([i]) for i in ids] == ["a", "b", "c"]
+    assert backend.padding and backend.truncation
 
 
 def test_a_tokenizer_without_a_fast_form_says_so():
