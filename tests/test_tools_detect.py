@@ -201,6 +201,10 @@ def test_what_was_drawn_ends_where_the_reply_does():
     assert (found.fmt, found.drawn) == (FORMATS["json_tools"], "<end>" + whole)
     count = len(template.asked)
     assert find_format(template) is found and len(template.asked) == count, "found out once"
+    again = Template(lambda call: ASKED + dumped(call) + "<turn>get_weather")
+    assert find_format(again).drawn == whole
+    shown = Template(lambda call: "<tool_call>{}</tool_call>" + dumped(call))
+    assert detect_format(shown) == FORMATS["json_tools"], "behind an example of one"
     template = Template(dumped)
     template.words = ("<s>", "<end>", "</tool_call>")
     found = find_format(template)
@@ -245,7 +249,7 @@ def test_a_template_that_cannot_draw_numbers():
 
     def draw(call):
         said = {k: v for k, v in call["arguments"].items() if isinstance(v, str)}
-        return dumped({**call, "arguments": said})
+        return "get_weather is asked. " + dumped({**call, "arguments": said})
 
     template = Template(draw)
     assert detect_format(template) == FORMATS["json_tools"]
