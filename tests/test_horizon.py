@@ -365,9 +365,7 @@ def test_what_was_cut_is_copied_where_a_promise_needs_it():
 
 def test_what_may_hold_more_than_its_rows_is_copied_but_not_the_last_rows():
     """Guards: rows that were promised leave, while others take a page each."""
-    fed = Fed(200, 50 * POSITION_BYTES).singles(5).feed(30)
-    while not fed.horizon.segments[0].is_packed:
-        fed.feed(8, 1)
+    fed = Fed(200, 50 * POSITION_BYTES).singles(5).feed(30).feed(8, 1).feed(8, 1)
     assert all(s.is_packed for s in fed.horizon.segments) and fed.horizon.low == 0
     fed.feed()
     assert not fed.horizon.segments[-1].is_packed
