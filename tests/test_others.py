@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from test_runner import TOOL, Desk, item, planner
 
+from ds4cli import terminal
 from ds4cli.batch import others as o
 from ds4cli.batch.desk import Job, PlannedJob
 from ds4cli.batch.others import Given, Others, Taker
@@ -51,10 +52,11 @@ class Following:
     """moves: what rank 0 tells; None: for a look, nothing has come."""
 
     def __init__(self, *moves):
-        self.moves, self.answers = list(moves), []
+        self.moves, self.answers, self.checked, self.looks = list(moves), [], [], 0
 
     @property
     def is_told(self):
+        self.looks += 1
         if self.moves[0] is None:
             del self.moves[0]
             return False
@@ -66,6 +68,9 @@ class Following:
 
     def answer(self, value):
         self.answers.append(value)
+
+    def check(self, facts):
+        self.checked.append(facts)
 
 
 def step(number, **fields):
@@ -142,15 +147,18 @@ def test_a_result_goes_with_what_was_counted_since_the_last():
     assert group.answers == [[8, "é", first, 2], [9, "x", then, 4]]
 
 
+ENGINE = SimpleNamespace(
+    settings=Settings(model="m"), held_fingerprint="f" * 40, decode=lambda ids: "",
+    markers=SimpleNamespace(starts=(), end=""), fingerprint="f", is_float32=True,
+    prices=SimpleNamespace(rounds={8: 1.0, 16: 9.0}, seconds={}),
+)  # fmt: skip
+
+
 def taken(*moves, wide=1, plain=False):
     """The answers of a rank that is told `moves`."""
     group = Following(*moves, [END])
-    engine = SimpleNamespace(
-        settings=Settings(model="m"), held_fingerprint="f" * 40, decode=lambda ids: "",
-        markers=SimpleNamespace(starts=(), end=""),
-    )  # fmt: skip
-    Taker(group, engine, planner(), Desk(wide), plain).take_lines()
-    assert group.moves == []
+    Taker(group, ENGINE, planner(), Desk(wide), plain).take_lines()
+    assert group.moves == [] and (group.looks == 0 or wide > 1), "it has nothing else to do"
     return group.answers
 
 
@@ -178,3 +186,57 @@ def test_what_a_line_counts_is_told_with_it():
     line behind it for the failure, where a run stopped too late, and never heard of the last."""
     answers = taken(move(1, "long"), move(2, "abc"), move(3, "none"))
     assert counts_of(answers) == [(1, 0, 0, 1), (2, 3, 2, 0), (3, 0, 0, 1)]
+
+
+def test_a_line_is_read_as_rank_0_has_read_it():
+    """Guards: a byte that is no UTF-8 ends the rank, not the line."""
+    ((number, line, counts, _),) = taken([1, "a\udcff", 0, []])
+    assert (number, counts["failed"]) == (1, 1) and "not UTF-8: byte 1" in line
+
+
+@pytest.mark.parametrize("specs", [[], [TOOL.spec]])
+def test_another_rank_loads_what_rank_0_has(monkeypatch, specs):
+    """Guards: lines that are answered with other settings, tools or forms than rank 0's."""
+    given, desk = {}, Desk(2)
+
+    def load(settings, **how):
+        given.update(asked=settings, how=how)
+        return ENGINE
+
+    def plan(*all_of_it):
+        given["plan"] = all_of_it
+        return planner()
+
+    def sit(engine, width, note):
+        assert engine is ENGINE and width.now == 8 and note("x") is None
+        return desk
+
+    monkeypatch.setattr(o.generate, "load_engine", load)
+    monkeypatch.setattr(o, "Planner", plan)
+    monkeypatch.setattr(o, "Desk", sit)
+    begun, begin = [], desk.begin
+    monkeypatch.setattr(
+        desk, "begin", lambda c, *rest: begun.append(c.answer.step) or begin(c, *rest)
+    )
+    settings = Settings(model="n", json_object=True)
+    group = Following([5, "a line\n", 3, [1, 2]], [END])
+    o.answer_lines(group, asdict(settings), specs, True)
+    tools = given["how"].pop("tools")
+    assert given["asked"] == settings and [tool.spec for tool in tools] == specs
+    assert given["how"] == {"quiet": True, "shares": False}
+    assert group.checked == [o.facts(ENGINE)]
+    engine, by, these, is_grouped, wanted = given["plan"]
+    assert (engine, by, these, is_grouped) == (ENGINE, ENGINE.settings, tools, False)
+    assert wanted == o.from_settings(settings) is not None
+    assert (begun[0].shared, begun[0].checkpoints, begun[0].job.item.prompt) == (
+        3,
+        [1, 2],
+        "a line",
+    )
+
+
+def test_one_rank_says_how_far_a_batch_is(monkeypatch):
+    """Guards: lines of progress from every rank, each of its own part."""
+    monkeypatch.setattr(terminal, "is_animated", lambda: False)
+    monkeypatch.setattr(terminal, "note", pytest.fail)
+    assert len(taken(*(move(n, "a") for n in range(1, 102)))) == 101
