@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -167,6 +168,45 @@ def test_what_leaves_the_session_ends_too(ends):
         print(child.pid, flush=True); pathlib.Path("began").touch(); {ends} or child.wait()"""
     run = run_tool(python_tool(code), "{}", cancel=Path("began").exists)
     assert not is_running(int(run.output))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing tells whose they are")
+def test_processes_may_end_while_they_are_looked_for(monkeypatch):
+    """Guards: a call that fails because something else on this machine ended just then."""
+    read_text, kill, killed = Path.read_text, os.kill, []
+
+    def read(path):
+        if path == Path("/proc/1/stat"):
+            raise FileNotFoundError(path)
+        return read_text(path)
+
+    def end(pid, number):
+        kill(pid, number)
+        killed.append(pid)
+        raise ProcessLookupError(pid)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(os, "kill", end)
+    code = """if 1:
+        import subprocess
+        print(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)"""
+    run = run_tool(python_tool(code), "{}")
+    assert int(run.output) in killed and run.exit_code == 0
+
+
+def test_no_thread_of_a_command_keeps_us_from_ending():
+    """Guards: the program waits at its end for the output of a command."""
+    before, threads = {*threading.enumerate()}, set()
+    code = """if 1:
+        import pathlib, time
+        while not pathlib.Path("seen").exists(): time.sleep(0.01)"""
+
+    def look():
+        threads.update(threading.enumerate())
+        Path("seen").touch()
+
+    assert run_tool(python_tool(code), "{}", cancel=look).exit_code == 0
+    assert threads - before and all(thread.daemon for thread in threads - before)
 
 
 def test_a_stopped_command_ends_with_its_children():
