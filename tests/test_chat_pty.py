@@ -194,13 +194,16 @@ def test_ctrl_c_at_the_prompt(folder):
 
 
 def test_ctrl_c_typing_ctrl_c_does_not_leave(folder):
-    """Guards: a second Ctrl-C that was meant for what was typed after the first."""
+    """Guards: a second Ctrl-C that was meant for what was typed after the first, sent or not."""
     with Terminal(folder) as term:
         term.ready()
         term.child.sendcontrol("c")
         term.ready()
         term.child.send("x")
         term.child.expect("x")
+        term.child.sendcontrol("c")
+        assert "again" in term.ready()
+        term.say("/turns")
         term.child.sendcontrol("c")
         assert "again" in term.ready()
         assert term.leave() == 0

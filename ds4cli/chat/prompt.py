@@ -116,7 +116,7 @@ class PipeReader:
 
 
 class Twice:
-    """Ctrl-C at the prompt: once it clears the line, twice with nothing typed between it leaves."""
+    """Ctrl-C at one prompt: once it clears the line, twice with nothing typed between it leaves."""
 
     def __init__(self) -> None:
         self._at = -LEAVE_WITHIN_S
@@ -135,18 +135,15 @@ class PlainReader(PipeReader):
 
     is_interactive = True
 
-    def __init__(self, stream: TextIO):
-        super().__init__(stream)
-        self._twice = Twice()
-
     def read(self, default: str = "") -> str:
         if default:
             terminal.note(f"your message: {default}")
+        twice = Twice()
         while True:
             try:
                 return super().read()
             except KeyboardInterrupt:
-                self._twice.press("")
+                twice.press("")
 
     def _next(self) -> str:
         sys.stderr.write(PROMPT)
@@ -217,7 +214,6 @@ class TerminalReader:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.output import create_output
 
-        self._twice = Twice()
         self._keys = terminal.UnseenKeys()
         self._session: PromptSession[str] = PromptSession(
             PROMPT,
@@ -255,12 +251,12 @@ class TerminalReader:
 
     def read(self, default: str = "") -> str:
         """The next message. EOFError on Ctrl-D, Leave on Ctrl-C twice."""
-        self.was_interrupted = False
+        self.was_interrupted, twice = False, Twice()
         while True:
             try:
                 return _clean(self._session.prompt(default=default, handle_sigint=False))
             except KeyboardInterrupt:
-                self._twice.press(self._session.default_buffer.text)
+                twice.press(self._session.default_buffer.text)
                 default = ""
 
 
