@@ -28,34 +28,30 @@ def test_rounds_that_compile_say_nothing_of_prices():
     assert share(known, 4, [[0.9]] * 4)[0] == [1] * 4
 
 
-def copied(rounds, first, row, length=0.0, lanes=8):
+def copied(rounds, first, row, lanes=8):
     """Tokens that lanes make in the time of a plain token each, where they copy what they were
     given: a guess is right 19 times of 20. The first round of each shape takes `first` plain ones
-    more, and each further length of blocks `length`. Lanes that fed nothing run ahead, and are
-    asked now and then whether to stop; now and then each has nothing to copy for a while."""
+    more; lanes that fed nothing run ahead, and are asked now and then whether to stop."""
     rng, known, seen = random.Random(0), RoundCosts(), set()
     chances, stopped, tokens, took = [0.95**k for k in range(1, 9)], set(range(lanes)), 0, 0.0
     for turn in range(rounds):
-        able = {i for i in range(lanes) if (turn + 3 * i) % 60 > 9 and turn > 9}
-        offers = sorted(stopped & able) if known.plain(lanes) else []
+        offers = sorted(stopped) if known.plain(lanes) else []
         fed, _ = share(known, lanes, [chances] * len(offers))
         if offers and not any(fed):
             known.tempt()
         sizes = [1] * (lanes - len(fed)) + [1 + k for k in fed]
         shape = tuple(sorted({*sizes})), sum(sizes)
         seconds = 1 + row * (sum(sizes) / lanes - 1) + first * (shape not in seen)
-        seconds += length * (len({*sizes}) - 1)
         seen.add(shape)
         known.observe(lanes, sum(sizes), len({*sizes}), seconds)
         took += seconds
         kept = [next((i for i in range(k) if rng.random() > 0.95), k) for k in fed]
         tokens += lanes + sum(kept)
         ahead = {*range(lanes)} - {i for i, k in zip(offers, fed, strict=True) if k}
-        looking = ahead & able if known.plain(lanes) else set()
-        looking = {i for i in looking if (turn + i) % 4 == 0 or known.is_gathering}
-        missed = {i for i in looking if is_worth_stopping(known, lanes, chances)}
-        if looking - missed:
+        wanted = known.plain(lanes) and is_worth_stopping(known, lanes, chances)
+        if not wanted:
             known.tempt()
+        missed = {i for i in ahead if wanted and (turn + i) % 4 == 0}
         tokens -= len(missed)
         stopped = ({*range(lanes)} - ahead) | missed
     return tokens / took / lanes
@@ -67,13 +63,6 @@ def test_guesses_pay_where_the_first_round_of_each_shape_takes_ten(first):
     one of other lengths, and as dear as the first; and lanes that ran ahead by what that had shown
     never doubted it."""
     assert copied(150, first, 0.35) > 1.3
-
-
-def test_lanes_stop_together_where_another_length_of_blocks_is_dear():
-    """On an H200 a further length took as long as a plain round: each lane for itself found that
-    too dear to stop for, and lanes that copied all the same text never fed a guess again."""
-    assert copied(300, 2.0, 0.4, length=1.0) > 1.3
-    assert copied(300, 2.0, 0.4, length=1.0, lanes=16) > 1.1
 
 
 def test_what_guesses_leave_to_the_next_round_is_their_price():

@@ -34,8 +34,6 @@ NEW_SHAPE = 0.3
 REPAID_AFTER = 16
 # Expected gain, as a share of a plain round, below which guesses are left out.
 WORTHWHILE = 0.02
-# How much the hope of a lane still counts a round later; they are asked every few rounds.
-HOPES_DECAY = 0.75
 # A lane that runs ahead misses a call when it stops to feed guesses: they must be worth more.
 MISSED = 1.0
 HARDLY = 0.05
@@ -47,8 +45,7 @@ class RoundCosts:
     """Seconds of a round by its lanes, rows, and lengths of blocks.
 
     A round costs `plain`, and of that the share `row` for each row beyond one a lane and `length`
-    for each length of blocks beyond one. is_gathering: whether lanes with guesses are to stop
-    running ahead in this round.
+    for each length of blocks beyond one.
     """
 
     def __init__(self) -> None:
@@ -59,8 +56,6 @@ class RoundCosts:
         self._fed: tuple[Shape, float, int] | None = None
         self._sums = [0.0] * 5  # of rows^2, rows * lengths, lengths^2, rows * over, lengths * over
         self._is_tempted = False
-        self._hopes = 0.0  # what lanes that run ahead would gain, of late
-        self.is_gathering = False
 
     def plain(self, lanes: int) -> float:
         """Seconds of a round of one row a lane, as with the next number of lanes that was timed; 0
@@ -91,10 +86,6 @@ class RoundCosts:
         if self._is_tempted and rows == lanes:  # what keeps guesses out is doubted in time
             self._sums = [FORGET * x for x in self._sums]
         self._is_tempted = False
-        # Another length of blocks has its price once, for all lanes that stop in one round.
-        enough = lanes * (WORTHWHILE + self.prices()[1])
-        self.is_gathering = rows > lanes or self._hopes > enough
-        self._hopes = 0.0 if self.is_gathering else HOPES_DECAY * self._hopes
 
     def _count(self, shape: Shape, took: float) -> tuple[Shape, float, int]:
         """A round of this shape, with guesses, took so many plain ones."""
@@ -116,10 +107,6 @@ class RoundCosts:
     def tempt(self) -> None:
         """There were guesses, and they are not fed."""
         self._is_tempted = True
-
-    def hope(self, gain: float) -> None:
-        """A lane that runs ahead would gain so many tokens by stopping."""
-        self._hopes += gain
 
     @property
     def is_known(self) -> bool:
@@ -171,14 +158,10 @@ def share(
 
 
 def is_worth_stopping(costs: RoundCosts, lanes: int, chances: Sequence[float]) -> bool:
-    """Whether a lane that runs ahead should stop now, to feed guesses with these chances. If not,
-    what it would gain counts for when all should."""
-    row, _ = costs.prices()
-    gain = most = -MISSED
+    """Whether a lane that runs ahead should stop, and feed guesses with these chances."""
+    row, length = costs.prices()
+    gain = most = -MISSED - lanes * length
     for chance in chances:
         gain += chance - row  # a row costs the round's share of what all lanes make in it
         most = max(most, gain)
-    if costs.is_gathering:
-        return most > 0
-    costs.hope(max(most, 0.0))
-    return False
+    return most > WORTHWHILE * lanes

@@ -174,7 +174,7 @@ class Guesses:
             return False
         if self._is_asking and session.hope(left) is not None:
             return True
-        if not (self._costs.is_gathering or session.policy.looks(LOOK_EVERY)):
+        if not session.policy.looks(LOOK_EVERY):
             return False
         _, chances = session.offer(token, left)
         wanted = is_worth_stopping(self._costs, len(self._lanes), chances)
