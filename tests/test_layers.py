@@ -342,6 +342,20 @@ def test_a_call_on_seats_is_undone():
     assert [layers.caches[i].offset for i in (0, 2)] == [6, 2]
 
 
+@pytest.mark.parametrize("before_call", [False, True])
+@pytest.mark.parametrize("first", [KVCache, lambda: SlidingKVCache(4, 2)])
+def test_a_seat_behind_a_layer_without_one_is_held(first, before_call):
+    """The seat moves on, and only the first layer was asked whether it has one."""
+    layers = Layers([first(), KVCache()])
+    read(layers, 1, 2, 3)
+    Seating([(1,)]).seat([layers.caches])
+    layers.caches[1].seat.moved += 1
+    hold = layers.hold(before_call)
+    layers.caches[1].seat.moved += 2
+    layers.restore(hold)
+    assert layers.caches[1].offset == 4
+
+
 def test_rows_that_got_a_seat_after_the_hold_stay_in_it():
     layers = Layers([KVCache(), KVCache()])
     read(layers, 1, 2, 3)

@@ -68,13 +68,12 @@ class Layers:
             slots: Slots = StackedSlots(caches[0].stack.layers, caches[0].row)
         else:
             slots = [[*c.cache] for c in caches]
-        for first in self._seekable:
-            if "seat" in first.cache.__dict__:
-                return Hold(self._cursors(first.cache.seat), first.cache.seat.moved, slots)
-            if before_call and self._is_plain:
-                plain = [a.cache for a in self._seekable]
-                return Hold([(c.keys, c.values) for c in plain], 0, slots, first.cache.offset)
-            break
+        own = [a.cache for a in self._seekable]
+        for cache in own:
+            if "seat" in cache.__dict__:
+                return Hold(self._cursors(cache.seat), cache.seat.moved, slots)
+        if before_call and own and self._is_plain:
+            return Hold([(c.keys, c.values) for c in own], 0, slots, own[0].offset)
         return Hold([({**a.__dict__}, {**a.cache.__dict__}) for a in self._seekable], 0, slots)
 
     def _cursors(self, seat: Seat) -> list[tuple[dict[str, Any], dict[str, Any]]]:
