@@ -16,6 +16,14 @@ def convolution(bias, channels=6, size=4):
     return conv
 
 
+def beside_mlx(shape, bias, dtype):
+    """A convolution of so many channels, what it is asked for, and what MLX says."""
+    conv = convolution(bias, shape[2])
+    conv.set_dtype(dtype)
+    x = mx.random.normal(shape).astype(dtype)
+    return conv, x, nn.Conv1d.__call__(conv, x)
+
+
 def test_only_convolutions_of_each_channel_alone_are_taken():
     """A form that computes something else than the convolution it is given to."""
     taken = convolution(False), convolution(True)
@@ -30,10 +38,7 @@ def test_only_convolutions_of_each_channel_alone_are_taken():
 @pytest.mark.parametrize("shape", [(1, 4, 6), (3, 4, 6), (2, 40, 6)])
 def test_a_sum_of_products_is_the_convolution(shape, bias, dtype):
     """A row too few, a second sequence that begins in the first, a bias left out, another type."""
-    conv = convolution(bias, shape[2])
-    conv.set_dtype(dtype)
-    x = mx.random.normal(shape).astype(dtype)
-    want = nn.Conv1d.__call__(conv, x)
+    conv, x, want = beside_mlx(shape, bias, dtype)
     swaps = convolutions.use(nn.Sequential(conv))
     got = conv(x)
     assert got.shape == want.shape and got.dtype == dtype

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from mlx_lm.models.gated_delta import gated_delta_ops
 from mlx_lm.models.rwkv7 import _wkv7_step_ops
 from mlx_lm.models.ssm import compute_dt, ssm_attn, ssm_update
-from test_convolutions import convolution
+from test_convolutions import beside_mlx, convolution
 
 from ds4cli.bench.reference import stock
 from ds4cli.hooks import convolutions as forms
@@ -478,10 +478,7 @@ def test_a_convolution_of_one_row_is_mlxs(on):
 @pytest.mark.parametrize("shape", [(1, 5, 6), (2, 40, 6), (1, 1300, 700)])
 def test_depthwise_convolutions_are_mlx(shape, bias, dtype):
     """Guards: a row too few, a second sequence that begins in the first, a bias left out."""
-    conv = convolution(bias, shape[2])
-    conv.set_dtype(dtype)
-    x = mx.random.normal(shape).astype(dtype)
-    want = nn.Conv1d.__call__(conv, x)
+    conv, x, want = beside_mlx(shape, bias, dtype)
     got = convolutions.depthwise(x, conv.weight, conv.get("bias"))
     assert got.shape == want.shape and got.dtype == dtype
     assert error(got, want) < (2e-6 if dtype == mx.float32 else 8e-3)

@@ -74,6 +74,22 @@ def check(tracks, steps, shape, tolerance=1e-5):
     assert tracks[0].key(None) != tracks[0].key(known[0])
 
 
+def check_call_by_call(tracks, halves, advance):
+    """Replays of calls of 1, 2 and 2 rows are `advance(track, begin, end, start)` of each call in
+    turn, to the bit, alone and with another. halves: a start of each track."""
+    for starts in ([None, None], halves):
+        for rows, ends in ((1, [1]), (2, [1, 2]), (3, [1, 3]), (5, [1, 3, 5])):
+            got = type(tracks[0]).replay(tracks, starts, rows)
+            (alone,) = type(tracks[0]).replay(tracks[:1], starts[:1], rows)
+            assert near(alone, got[0], 0)
+            for track, start, state in zip(tracks, starts, got, strict=True):
+                begin = 0
+                for end in ends:
+                    start = advance(track, begin, end, start)
+                    begin = end
+                assert near(state, start, 0), rows
+
+
 def differ(a, b):
     """Not to be replayed together."""
     return a.key(None) != b.key(None)
@@ -386,18 +402,12 @@ def test_rows_of_rwkv_7_in_half_precision_are_replayed_call_by_call(dtype, cuda)
     """A state that the model rounded after every call, and the replay did not."""
     cuda.width = 3
     tracks = [wkv_rows(seed, dtype=dtype, calls=(1, 2, 2)) for seed in (1, 11)]
-    for starts in ([None, None], [noise(7 + i, 1, 2, 3, 3).astype(dtype) for i in (0, 1)]):
-        for rows, ends in ((1, [1]), (2, [1, 2]), (3, [1, 3]), (5, [1, 3, 5])):
-            got = rwkv7.WkvRows.replay(tracks, starts, rows)
-            (alone,) = rwkv7.WkvRows.replay(tracks[:1], starts[:1], rows)
-            assert near(alone, got[0], 0)
-            for track, start, state in zip(tracks, starts, got, strict=True):
-                begin = 0
-                for end in ends:
-                    part = [x[:, begin:end] for x in track.data]
-                    _, start = track.advance(part[0], *part, start)
-                    begin = end
-                assert near(state, start, 0), rows
+
+    def advance(track, begin, end, start):
+        part = [x[:, begin:end] for x in track.data]
+        return track.advance(part[0], *part, start)[1]
+
+    check_call_by_call(tracks, [noise(7 + i, 1, 2, 3, 3).astype(dtype) for i in (0, 1)], advance)
 
 
 # --- lightning attention --------------------------------------------------------------------------
@@ -455,18 +465,12 @@ def test_rows_of_lightning_attention_in_half_precision_are_replayed_call_by_call
     tracks = [gla_rows(seed, dtype=mx.bfloat16, calls=(1, 2, 2)) for seed in (1, 11)]
     tracks[1].gate = tracks[1].gate.reshape(2, 1, 1)
     half = [noise(7 + i, 1, 2, 3, 4).astype(mx.bfloat16) for i in (0, 1)]
-    for starts in ([None, None], half):
-        for rows, ends in ((1, [1]), (2, [1, 2]), (3, [1, 3]), (5, [1, 3, 5])):
-            got = lightning.GlaRows.replay(tracks, starts, rows)
-            (alone,) = lightning.GlaRows.replay(tracks[:1], starts[:1], rows)
-            assert near(alone, got[0], 0)
-            for track, start, state in zip(tracks, starts, got, strict=True):
-                begin = 0
-                for end in ends:
-                    k, v = (x[:, begin:end].swapaxes(1, 2) for x in track.data)
-                    _, start = gla(k, k, v, track.gate.reshape(-1), 1.0, start)
-                    begin = end
-                assert near(state, start, 0), rows
+
+    def advance(track, begin, end, start):
+        k, v = (x[:, begin:end].swapaxes(1, 2) for x in track.data)
+        return gla(k, k, v, track.gate.reshape(-1), 1.0, start)[1]
+
+    check_call_by_call(tracks, half, advance)
 
 
 # --- modules --------------------------------------------------------------------------------------

@@ -260,11 +260,15 @@ def asked(*sessions, row=0.05, **how):
     return made, lanes, clock
 
 
+def asked_parts(takes):
+    """Two lanes, each with a part that takes time."""
+    parts = [Part(Clock(), takes=takes) for _ in range(2)]
+    return parts, *asked(*(Session(part=part) for part in parts))
+
+
 def test_who_takes_time_is_asked_for_all_where_that_pays():
     """Guards: one after the other, at any price, and for more than it can say."""
-    clock = Clock()
-    parts = [Part(clock, takes=0.1) for _ in range(2)]
-    made, lanes, clock = asked(*(Session(part=part) for part in parts))
+    parts, made, lanes, _ = asked_parts(0.1)
     for _ in range(PAUSE - 1):
         made.make(lanes)
     assert all(part.asked == [] for part in parts), "it is not looked at in every round"
@@ -282,9 +286,7 @@ def test_who_takes_time_is_asked_for_all_where_that_pays():
 
 def test_who_is_asked_says_what_it_takes():
     """A drafter that takes longer than the calls it saves was asked for ever."""
-    clock = Clock()
-    parts = [Part(clock, takes=30.0) for _ in range(2)]
-    made, lanes, clock = asked(*(Session(part=part) for part in parts))
+    parts, made, lanes, clock = asked_parts(30.0)
     for _ in range(200):
         made.make(lanes)
         made.begin([1 + len(lane.fed or []) for lane in lanes])
@@ -296,9 +298,7 @@ def test_who_is_asked_says_what_it_takes():
 
 def test_the_reading_of_a_prompt_is_no_price_of_a_draft():
     """A head that read its prompt when it was first asked was taken to be that slow for ever."""
-    clock = Clock()
-    parts = [Part(clock, takes=20.0) for _ in range(2)]
-    made, lanes, clock = asked(*(Session(part=part) for part in parts))
+    parts, made, lanes, _ = asked_parts(20.0)
     for _ in range(400):
         made.make(lanes)
         if parts[0].asked:
