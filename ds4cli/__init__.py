@@ -11,7 +11,8 @@ import signal
 import sys
 from importlib import import_module
 
-from ds4cli.backend import blas, graphs, interpreter, precision
+from ds4cli.backend import graphs, interpreter, precision
+from ds4cli.backend.before_mlx import Preloader
 
 if interpreter.problem():
     print(f"error: {interpreter.problem()}", file=sys.stderr)
@@ -22,7 +23,7 @@ if _is_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # Here, because every import of a part of this package passes here before it can import mlx.
-blas.preload()
+sys.meta_path.insert(0, Preloader)
 precision.keep_float32()
 graphs.keep()
 

@@ -61,17 +61,40 @@ def test_a_bad_path_never_fails():
     assert run(PRODUCT, DS4CLI_BLAS="/no/such/library.so").startswith("None|False|")
 
 
+# Runs an import, and prints whether MLX is there and which BLAS is, as the system and as we see it.
+AFTER = """
+import sys, {}
+blas = sys.modules.get("ds4cli.backend.blas")
+maps = open("/proc/self/maps").read()
+print("mlx.core" in sys.modules, blas and blas._loaded, "{}" in maps)
+"""
+
+
+@pytest.fixture(scope="module")
+def library() -> str:
+    """The BLAS that is chosen here."""
+    found = run("from ds4cli.backend import blas; print(blas.preload())")
+    if found == "None":
+        pytest.skip("no fast BLAS is installed here")
+    return found
+
+
 @linux_only
-def test_every_import_preloads():
-    """Guards: scripts that import only a part of the package get the slow BLAS. Python runs the
-    package itself before any part of it, so that has to preload, and to import no MLX."""
-    code = (
-        "import sys, {}; from ds4cli.backend import blas\n"
-        "print('mlx.core' in sys.modules, blas._loaded)"
-    )
-    loaded = run("from ds4cli.backend import blas; print(blas.preload())")
-    assert run(code.format("ds4cli")) == f"False {loaded}"
-    assert run(code.format("ds4cli.tape.tracks")) == f"True {loaded}"
+@pytest.mark.parametrize(
+    "imported", ["ds4cli, mlx.core", "mlx, ds4cli, mlx.nn", "ds4cli.tape.tracks"]
+)
+def test_it_is_loaded_before_mlx(library, imported):
+    """Guards: scripts that import only a part of the package, or MLX by themselves, get the slow
+    BLAS. Loading it is refused after MLX, so a name says that it came first."""
+    assert run(AFTER.format(imported, library)) == f"True {library} True"
+
+
+@linux_only
+def test_what_needs_no_mlx_loads_none(library):
+    """Guards: `--help` and wrong arguments wait for a library of tens of megabytes."""
+    assert run(AFTER.format("ds4cli, ds4cli.cli", library)) == "False None False"
+    asked = "importlib.util; find_spec = importlib.util.find_spec; import ds4cli; find_spec('mlx')"
+    assert run(AFTER.format(asked, library)) == "False None False"
 
 
 @linux_only

@@ -38,7 +38,13 @@ def test_it_is_said_before_anything_is_imported():
     assert (done.returncode, done.stderr) == (2, "error: too old\nhint: x\n")
 
 
-@pytest.mark.parametrize("name", ["__init__", "backend/__init__", "backend/interpreter"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "__init__",
+        *(f"backend/{n}" for n in ("__init__", "before_mlx", "graphs", "interpreter", "precision")),
+    ],
+)
 def test_old_interpreters_can_read_as_far_as_the_line(name):
     """Guards: syntax of a newer Python in what runs before the check."""
     ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8"), feature_version=(3, 8))
