@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -238,3 +239,27 @@ def test_its_heads_guess_well_and_change_nothing(engine, drafter):
         texts.append("".join(event.text for event in session.stream(max_tokens=40)))
     assert texts[0] == texts[1]
     assert session.stats.accepted > session.stats.proposed / 2
+
+
+def without_pytorch(program: str, *args: str) -> subprocess.CompletedProcess:
+    """A program of the recipe where `torch` is not installed, which it may be here."""
+    run = "import runpy, sys; sys.modules['torch'] = None; sys.path.insert(0, sys.argv[1]); "
+    run += "sys.argv[:2] = []; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", run, str(RECIPE), str(RECIPE / program), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("program", ["train.py", "train_heads.py", "model.py", "heads.py"])
+def test_without_pytorch_one_line_says_what_to_install(program, tmp_path):
+    """A traceback where training is tried on a machine without PyTorch; a folder left behind."""
+    folders = [str(tmp_path / name) for name in ("tokenizer", "target", "out")]
+    said = without_pytorch(program, *folders[program == "train.py" :])
+    assert said.returncode == 2 and list(tmp_path.iterdir()) == []
+    assert said.stderr.count("\n") == 1 and "pip install torch" in said.stderr
+
+
+@pytest.mark.parametrize("program", ["train.py", "train_heads.py"])
+def test_help_of_training_needs_no_pytorch(program):
+    """Who asks what training takes must install gigabytes first."""
+    said = without_pytorch(program, "--help")
+    assert said.returncode == 0 and "--seconds" in said.stdout

@@ -16,10 +16,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-import torch
-import torch.nn.functional as F
 from model import MLP, Config, Model, RMSNorm
-from torch import Tensor, nn
+from pytorch import F, Tensor, nn, torch
 
 
 @dataclass(frozen=True)

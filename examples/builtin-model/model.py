@@ -10,9 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from pytorch import F, Tensor, nn, torch
 
 CHUNK = 64
 BLOCK = 16  # the triangular inverse squares blocks of this size, larger ones lose digits
