@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import regex
+from test_tools_detect import with_template
+from toolkit import encode
 
-from ds4cli.tools import FORMATS
+from ds4cli.tools import FORMATS, require_format
+from ds4cli.tools.detect import PROBE
+from ds4cli.tools.grammar import Grammar
 from ds4cli.tools.lark import ANY_TEXT
 from ds4cli.tools.layouts import Layout, layouts
 from ds4cli.tools.values import SPACE
@@ -20,9 +25,37 @@ QWEN = (
     "<parameter=days>\n3\n</parameter>\n</function>\r\n</tool_call>"
 )
 GLM = (
-    "<tool_call>get_weather\n<arg_key>city</arg_key>\n\n<arg_value>Ulm</arg_value>\n"
+    "<tool_call>get_weather\t\n<arg_key>city</arg_key>\n\n<arg_value>Ulm</arg_value>\n"
     "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
 )
+BAR = "\uff5c"
+NEWLINES = {
+    "glm47": GLM.replace("\t", "").replace("\n\n", "\n"),
+    "hunyuan3": (
+        "<tool_calls:opensource>\n<tool_call:opensource>get_weather<tool_sep:opensource>\n"
+        "<arg_key:opensource>city</arg_key:opensource>\n"
+        "<arg_value:opensource>Ulm</arg_value:opensource>\n"
+        "<arg_key:opensource>days</arg_key:opensource>\n"
+        "<arg_value:opensource>3</arg_value:opensource>\n"
+        "</tool_call:opensource>\n</tool_calls:opensource>"
+    ),
+    "deepseek_v3": (
+        f"<{BAR}tool▁calls▁begin{BAR}><{BAR}tool▁call▁begin{BAR}>function<{BAR}tool▁sep{BAR}>"
+        'get_weather\n```json\n{"city": "Ulm", "days": 3}\n```'
+        f"<{BAR}tool▁call▁end{BAR}><{BAR}tool▁calls▁end{BAR}>"
+    ),
+}
+NEWLINES["laguna"] = NEWLINES["glm47"]
+NEWLINES["longcat"] = regex.sub("(tool_call|arg_)", r"longcat_\1", NEWLINES["glm47"])
+
+
+def within(name, *spaces):
+    """The white space in a format's own patterns, one place each."""
+    style = FORMATS[name].style
+    return tuple(zip((style.key_close, style.name_close), ((s,) for s in spaces), strict=False))
+
+
+FENCE = ((FORMATS["deepseek_v3"].style.between, ("\n", "\n")),)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +66,8 @@ GLM = (
         ("xlam", COMPACT, Layout(("", ""), ("", ""))),
         ("pythonic", "[get_weather(city='Ulm',  days=3)]<|tool_call_end|>", Layout(("", "  "))),
         ("qwen3_coder", QWEN, Layout(lead="\n\n", gap="\r\n", tag="\n  ", pad="\t ")),
-        ("glm47", GLM, Layout(gap="\n", tag="\n", between="\n\n")),
+        ("glm47", GLM, Layout(gap="\n", tag="\n", within=within("glm47", "\n\n", "\t"))),
+        ("deepseek_v3", NEWLINES["deepseek_v3"], Layout(tag="\n", within=FENCE)),
     ],
 )
 def test_a_template_lays_out_its_calls(name, drawn, found):
@@ -58,7 +92,7 @@ def test_first_its_own_layout_and_then_without_white_space():
     tight = Layout(("", ""), ("", ""), "\n\n", "\r\n", "\n  ", "\t ")
     assert layouts(tagged, QWEN) == [Layout.of(tagged, QWEN), tight]
     keyed = layouts(FORMATS["glm47"], GLM)
-    assert [x.between for x in keyed] == ["\n\n"] * 2
+    assert [x.within for x in keyed] == [within("glm47", "\n\n", "\t")] * 2
     assert layouts(fmt, COMPACT) == [Layout(("", ""), ("", ""))]
 
 
@@ -71,12 +105,39 @@ def test_first_its_own_layout_and_then_without_white_space():
         ("a GAP? b", 'a "\\n\\n" b'),
         ("a LEAD? b", 'a " \\n" b'),
         (f"/({SPACE})?x/", r"/\x0ax/"),
-        (r"/a[ \t\r\n]{0,4}b/", r"/a\x0a\x20b/"),
+        (r"/a[ \t\r\n]{0,4}<\/b[ \t\r\n]{1,4}c/", r"/a\x0a\x20<\/b\x09c/"),
+        (r"/a[ \t\r\n]{0,4}c/", r"/a[ \t\r\n]{0,4}c/"),
         (f"/{ANY_TEXT}x/", rf"/\x0d{ANY_TEXT}x/"),
         ("a // b", "a b"),
     ],
 )
 def test_a_grammar_with_one_layout(lark, exact):
     """White space of which a grammar leaves a choice is never guessed."""
-    own = Layout((" ", "\n"), ("\t", "  "), " \n", "\n\n", tag="\n", pad="\r", between="\n ")
+    own = Layout(
+        (" ", "\n"),
+        ("\t", "  "),
+        " \n",
+        "\n\n",
+        tag="\n",
+        pad="\r",
+        within=((r"a[ \t\r\n]{0,4}</b[ \t\r\n]{1,4}c", ("\n ", "\t")),),
+    )
     assert own.applied(lark) == exact
+
+
+@pytest.mark.parametrize("name", NEWLINES)
+def test_a_template_that_breaks_lines_is_guessed_to_the_end(name):
+    """Guards: a newline between tags, behind a name or before a fence that is guessed twice, or not
+    at all: every guess behind it is wrong."""
+    call = NEWLINES[name]
+    wrapper = with_template(name, call, name)
+    grammar = Grammar(wrapper, require_format(wrapper), [PROBE])
+    own, ids = grammar.forcing()[0], encode(wrapper, call)
+    at = guessed = 0
+    while at < len(ids):
+        guesses = own.compute_ff_tokens()
+        assert guesses == ids[at : at + len(guesses)], wrapper.decode(ids[:at])
+        guessed, taken = guessed + len(guesses), guesses or ids[at : at + 1]
+        assert own.try_consume_tokens(taken) == len(taken), wrapper.decode(ids[:at])
+        at += len(taken)
+    assert guessed > 0.8 * len(ids)

@@ -178,7 +178,7 @@ class Writer:
             for i, tool in enumerate(self.tools)
         ]
         self.rules.define("headed", "\n  | ".join(calls))
-        after = f"WS? {quoted(style.after)}" if style.after else ""
+        after = self._terminal(style.after) if style.after else ""
         before = _pattern(style.before) if style.before else ""
         call = self.rules.define("call", f"{before} headed {after}")
         again = self._again(call) or (f"(GAP? {call})*" if style.before else "")
@@ -302,7 +302,7 @@ class Writer:
         """A text that lacks its closing tag, up to the head of another argument."""
         style = self.fmt.style
         assert isinstance(style, Tagged)
-        head = f"{escaped(style.key_open + key)}{_slashed(style.key_close)}"
+        head = f"{escaped(style.key_open + key)}{slashed(style.key_close)}"
         return self.rules.define(f"until_{key.encode().hex()}[lazy]", f"/{ANY_TEXT}{head}/")
 
     def _cut_short(self, done: str) -> list[str]:
@@ -329,12 +329,12 @@ class Writer:
         style = self.fmt.style
         assert isinstance(style, Tagged)
         key = r"[^<>\"\n=\/]{1,64}"
-        head = f"/({SPACE})?{escaped(style.key_open)}{key}{_slashed(style.key_close)}/"
+        head = f"/({SPACE})?{escaped(style.key_open)}{key}{slashed(style.key_close)}/"
         known = " | ".join(declared for declared, _, _ in written)
         return self.rules.define(f"OTHER_{name.upper()}", _but(head, known))
 
     def _terminal(self, literal: str, pattern: str = "") -> str:
-        return f"/({SPACE})?{escaped(literal)}{_slashed(pattern)}/"
+        return f"/({SPACE})?{escaped(literal)}{slashed(pattern)}/"
 
     def _text(self, style: Tagged, value_close: str) -> str:
         """A text ends at a closing tag that structure follows; one inside it is text."""
@@ -408,9 +408,9 @@ def _but(terminal: str, others: str) -> str:
 def _pattern(text: str) -> str:
     """A regular expression of the format as Lark: a plain string where it is one."""
     plain = not any(c in r"\[](){}*+?|.^$" for c in text)
-    return quoted(text) if plain else f"/{_slashed(text)}/"
+    return quoted(text) if plain else f"/{slashed(text)}/"
 
 
-def _slashed(pattern: str) -> str:
+def slashed(pattern: str) -> str:
     """A regular expression as it stands between slashes."""
     return pattern.replace("/", r"\/")
