@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
-
-import tomli
+from typing import TYPE_CHECKING, Any
 
 from ds4cli.drafters import registry
 from ds4cli.errors import UsageError
+
+if TYPE_CHECKING:
+    import tomli
 
 PREFIX = "DS4CLI_"
 # Variables that are no settings: of the machine, of ranks, of the tests.
@@ -506,6 +507,8 @@ def read_config(path: Path) -> ConfigFile:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
+    import tomli
+
     try:
         return tomli.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
