@@ -3,6 +3,8 @@ there is one, where it is a kernel."""
 
 from __future__ import annotations
 
+from itertools import chain
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -227,11 +229,19 @@ def taken(on, monkeypatch):
     found = []
 
     def stand_in(form):
-        def run(*args, **named):
+        def run(*args, kept=None):
             found.append(args[0].shape[1])
-            return form(*args, **named)
+            return form(*args) if kept is None else of_each(form, args, kept.tolist())
 
         return run
+
+    def of_each(form, args, kept):
+        shape, (*args, state) = args[0].shape[:2], args
+        parts = []
+        for i, n in enumerate(kept):
+            own = [x[i : i + 1, :n] if x.shape[:2] == shape else x for x in args]
+            parts.append(form(*own, None if state is None else state[i : i + 1])[1])
+        return None, mx.concatenate(parts)
 
     for name, form in (("gated_delta", gated_delta_ops), ("ssd", plain_ssd), ("wkv7", plain_wkv7)):
         monkeypatch.setattr(kernels, name, stand_in(form))
@@ -275,6 +285,25 @@ def test_replays_take_the_kernel(taken, name):
     taken.clear()
     assert self_check(model, recorder, lambda: make_prompt_cache(model)).accepts
     assert 2 in taken
+
+
+@pytest.mark.parametrize("name", FAMILIES[:2])
+def test_lanes_keep_rows_of_their_own_by_the_kernel(taken, name):
+    """Guards: a kernel for each lane, or another one's number of rows."""
+    model = armed(name)
+    recorder, caches, kept = Recorder.arm(model), make_prompt_cache(model), [2, 4, 1]
+    model(tiny.ids(9).reshape(3, 3), cache=caches)
+    recurrent = arrays_caches(caches)
+    starts = [list(c.cache) for c in recurrent]
+    with recorder.recording_batch(recurrent, 3, 4) as tapes:
+        model(tiny.ids(12).reshape(3, 4), cache=caches)
+    taken.clear()
+    got = tapes[0].whole.replay_each(starts, kept)
+    assert set(taken) == {4}
+    for i, (tape, n) in enumerate(zip(tapes, kept, strict=True)):
+        want = tape.replay([[x[i : i + 1] for x in slots] for slots in starts], n)
+        for a, b in zip(chain(*got), chain(*want), strict=True):
+            assert error(a[i : i + 1], b) < 2e-5
 
 
 def test_states_inside_a_long_call_come_from_one_launch(taken, monkeypatch):
@@ -393,6 +422,34 @@ def test_kernels_take_masks_new_states_and_several_sequences():
     seen = mask[..., None, None]
     close([mx.where(seen, got[0], 0), got[1]], [mx.where(seen, want[0], 0), want[1]], 5e-6)
     close(kernels.gated_delta(*args[:5]), gated_delta_ops(*args[:5]), 5e-6)
+
+
+@needs_cuda
+@pytest.mark.parametrize("channels, dim", [(False, 64), (True, 64), (False, 2)])
+def test_each_sequence_keeps_rows_of_its_own(channels, dim):
+    """Guards: a state that goes out a row early or late, or after the rows of another sequence,
+    which a warp may share."""
+    kept = [1, 9, 4, 8, 2]
+    for dtype in (mx.float32, mx.bfloat16):
+        args = delta_inputs(9, channels, heads=2 if dim > 2 else 1, groups=1, dim=dim, dtype=dtype)
+        args = [mx.concatenate([x * (1 + i) / 8 for i in range(5)]) for x in args]
+        is_each(kernels.gated_delta, args, kept)
+    x, A_log, B, C, D, dt, bias, state = ssd_inputs(9)
+    dt = compute_dt(dt, bias, (0.001, 100.0))
+    x, B, C, dt, state = (
+        mx.concatenate([a * (1 + i) / 8 for i in range(5)]) for a in (x, B, C, dt, state)
+    )
+    is_each(kernels.ssd, [x, A_log, B, C, D, dt, state], kept)
+    args = [mx.random.normal((5, 9, 3, 64)) * 0.1 for _ in range(6)]
+    is_each(kernels.wkv7, [*args, mx.random.normal((5, 3, 64, 64))], kept)
+
+
+def is_each(kernel, args, kept):
+    """Whether each sequence's state is that of a call on its first rows."""
+    _, got = kernel(*args, kept=mx.array(kept, mx.int32))
+    for i, n in enumerate(kept):
+        own = [x[i : i + 1, :n] if x.ndim > 1 else x for x in args[:-1]]
+        assert mx.array_equal(got[i : i + 1], kernel(*own, args[-1][i : i + 1])[1])
 
 
 @needs_cuda

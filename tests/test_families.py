@@ -12,7 +12,6 @@ import pytest
 from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.gated_delta import gated_delta_ops
 
-from ds4cli.hooks import delta
 from ds4cli.hooks.cuda import kernels, switch
 from ds4cli.hooks.rebind import Swaps
 from ds4cli.tape.families import (
@@ -179,9 +178,9 @@ def test_states_inside_a_call_stay_at_their_rows():
 def test_the_delta_rule_on_cuda_reads_rows_where_they_stand(cuda, monkeypatch):
     """Layers are replayed one by one there: copying their rows together costs more."""
 
-    def final_state(k, v, g, beta, state=None):
+    def gated_delta(q, k, v, g, beta, state=None, kept=None):
         cuda.calls.append(k.shape)
-        return gated_delta_ops(k, k, v, g, beta, state)[1]
+        return gated_delta_ops(q, k, v, g, beta, state)
 
     def pieces_state(pieces, start):
         cuda.calls.append([piece[0].shape[1] for piece in pieces])
@@ -193,7 +192,7 @@ def test_the_delta_rule_on_cuda_reads_rows_where_they_stand(cuda, monkeypatch):
     assert isinstance(gathered, delta_rule.DeltaRows)  # not on CUDA
     assert gathered.rows == 10 and gathered.data[0].shape[1] == 10
     cuda.width = 4
-    monkeypatch.setattr(delta, "final_state", final_state)
+    monkeypatch.setattr(kernels, "gated_delta", gated_delta)
     monkeypatch.setattr(kernels, "gated_delta_state", pieces_state)
     check(tracks, [delta_step(t) for t in tracks], SHAPE)
     assert {*cuda.calls} == {(1, rows, 1, 4) for rows in range(1, ROWS + 1)}

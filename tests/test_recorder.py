@@ -9,6 +9,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from ds4cli.errors import ModelError
 from ds4cli.tape.recorder import Recorder, Sizes, arrays_caches
+from ds4cli.tape.tape import Tape
 
 
 class Adder(nn.Module):
@@ -200,7 +201,23 @@ def test_lanes_of_a_batch_have_a_tape_each():
     model = Model(Adder())
     recorder = Recorder.arm(model)
     caches = model.make_cache()
-    with recorder.recording_batch(arrays_caches(caches), 2) as tapes:
-        model(mx.array([[3], [4]]), caches)
-    got = [tape.replay([[mx.zeros((1, 2))]], 1)[0][0].tolist() for tape in tapes]
-    assert got == [[[3, 3]], [[4, 4]]] and caches[1][0].tolist() == [[3, 3], [4, 4]]
+    with recorder.recording_batch(arrays_caches(caches), 2, 3) as tapes:
+        model(mx.array([[3, 1, 1], [4, 2, 2]]), caches)
+    assert [tape.rows for tape in tapes] == [3, 3]
+    got = [tape.replay([[mx.zeros((1, 2))]], 3)[0][0].tolist() for tape in tapes]
+    assert got == [[[5, 5]], [[8, 8]]] and caches[1][0].tolist() == [[5, 5], [8, 8]]
+
+
+def test_a_lane_of_a_batch_knows_the_tape_of_all():
+    """What is cut or joined of it would keep the rows of all lanes, and answer for others."""
+    model = Model(Adder())
+    recorder = Recorder.arm(model)
+    caches = model.make_cache()
+    with recorder.recording_batch(arrays_caches(caches), 2, 3) as tapes:
+        model(mx.array([[3, 1, 1], [4, 2, 2]]), caches)
+    one, two = tapes
+    assert one.whole is two.whole and (one.lane, two.lane) == (0, 1)
+    starts = [[mx.array([[10.0, 10.0], [20.0, 20.0]])]]
+    assert one.whole.replay_each(starts, [1, 3])[0][0].tolist() == [[13, 13], [28, 28]]
+    parts = one.first(2), one.last(1), one.compact(), Tape.concat([one, one]), Tape()
+    assert all(part.whole is None for part in parts) and one.first(3) is one

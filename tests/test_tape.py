@@ -539,9 +539,9 @@ def test_replay_uses_the_metal_kernel_where_there_is_one(monkeypatch):
     """A replay that differs from the kernel that computed the state it replaces."""
     calls = []
 
-    def kernel(q, k, v, g, beta, state):
+    def kernel(q, k, v, g, beta, state, mask=None):
         calls.append(k.shape)
-        return delta.chunked(q, k, v, g, beta, state)
+        return delta.chunked(q, k, v, g, beta, state, mask)
 
     model = tiny.build("qwen3_5")
     recorder = Recorder.arm(model)
@@ -552,7 +552,9 @@ def test_replay_uses_the_metal_kernel_where_there_is_one(monkeypatch):
     monkeypatch.setattr(delta, "has_kernel", lambda dim=32: True)
     monkeypatch.setattr(delta, "gated_delta_kernel", kernel)
     assert error(tape.replay(starts, 3), want) < 2e-6
-    assert calls == [(3, 3, 2, 32)], "three layers of one shape are one launch"
+    assert error(tape.replay_each(starts, [3]), want) < 2e-6
+    shape = 3, 3, 2, 32  # three layers of one shape are one launch
+    assert calls == [shape, (3, len(BLOCK), 2, 32)]
 
 
 def test_compact_keeps_no_parent_alive():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import mlx.core as mx
@@ -10,6 +10,7 @@ import pytest
 
 from ds4cli.backend.memory import taken_bytes
 from ds4cli.errors import ModelError
+from ds4cli.tape.kept import Kept
 from ds4cli.tape.tape import Tape
 from ds4cli.tape.tracks import CallRows, States, Tail, Track, batched, spans
 
@@ -130,6 +131,33 @@ def test_a_slot_of_the_last_rows(keep, lead, grows, time_axis):
             is_right(Tape([[[call]]]), begin, rows)
 
 
+@pytest.mark.parametrize("time_axis", [1, 2])
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("lead", [0, 2, 3])
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_slots_of_the_last_rows_of_each_lane(keep, lead, grows, time_axis):
+    """From a slot, or none, to fewer rows than it holds, as many, and more."""
+
+    def turned(x):
+        return x if time_axis == 1 else x.swapaxes(1, 2)
+
+    for begins in ((3, 4, 6), (0, 0, 0)):
+        calls = [tail(begin, begin + 4, keep, lead, grows, time_axis) for begin in begins]
+        tape = Tape([[[replace(calls[0], data=(mx.concatenate([c.data[0] for c in calls]),))]]])
+        start = None
+        if begins[0] or not grows:
+            start = turned(mx.concatenate([column(slot(b, keep, grows)) for b in begins]))
+        for known in (start,) if begins[0] else (start, None):
+            for rows in ((1, 4, 2), (3, 3, 3), (4, 1, 1)):
+                want = [slot(b + n, keep, grows) for b, n in zip(begins, rows, strict=True)]
+                if len({len(one) for one in want}) > 1:
+                    with pytest.raises(ValueError, match="concatenate"):
+                        tape.replay_each([[known]], rows)
+                    continue
+                ((got,),) = tape.replay_each([[known]], rows)
+                assert [numbers(x[None], time_axis) for x in got] == want
+
+
 def test_the_newest_array_alone_is_read_where_it_has_enough():
     """Going back joined all rows of a convolution to take the last three."""
     calls = [tail(begin, end, 3, 3, False, 1) for begin, end in BOUNDS]
@@ -195,6 +223,9 @@ def test_rows_that_are_states():
     for rows in (1, 4, 10):
         (state,) = States.replay([track], [None], rows)
         assert state.tolist() == [[rows, rows]]
+    both = States((mx.concatenate([column(TEXT), column(TEXT[::-1])]),))
+    (state,) = States.replay_each([both], [None], Kept([3, 3], 10))
+    assert state.tolist() == [[3, 3], [8, 8]]
 
 
 def test_rows_know_the_calls_that_they_were_fed_in():
@@ -229,6 +260,29 @@ def test_slots_are_replayed_in_batches_and_land_in_their_places():
     for rows in (0, 7):
         with pytest.raises(AssertionError):
             tape.replay([[None, None], [None]], rows)
+
+
+def test_lanes_of_a_batch_are_replayed_one_by_one_where_nothing_else_is_known():
+    """Guards: a slot in another's place, one call taken for all, starts of another lane."""
+    rows = mx.concatenate([column(TEXT[:5]), column(TEXT[5:])])
+    calls = Sums((rows[:, :3],)), Sums((rows[:, 3:],))
+    tape = Tape([[[Sums((10 * rows,))], [*calls]]])
+    starts = [[None, mx.array([[100.0, 100.0], [200.0, 200.0]])]]
+    ((tens, ones),) = tape.replay_each(starts, [4, 2])
+    assert tens.tolist() == [[100, 100], [130, 130]]
+    assert ones.tolist() == [[110, 110], [213, 213]]
+    for wrong in ((0, 1), (1, 6)):
+        with pytest.raises(AssertionError):
+            tape.replay_each(starts, wrong)
+
+
+def test_rows_beyond_those_kept_may_be_no_numbers():
+    kept, x = Kept([1, 3], 3), mx.array([[1.0, mx.nan, mx.nan], [1, 2, 3]])
+    assert kept.only(x).tolist() == [[1, 0, 0], [1, 2, 3]]
+    twice = mx.concatenate([x, x])[..., None].astype(mx.bfloat16)
+    only = kept.only(twice, 1)
+    assert only.dtype == mx.bfloat16 and only[..., 0].tolist() == 2 * [[1, 1, 1], [1, 2, 3]]
+    assert kept.mask(2, 3) is kept.mask(2, 3) and kept.mask().tolist() == [[1, 0, 0], [1, 1, 1]]
 
 
 def test_what_a_tape_says_of_itself():

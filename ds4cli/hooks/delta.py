@@ -118,13 +118,20 @@ def _masked(g: mx.array, beta: mx.array, mask: mx.array) -> tuple[mx.array, mx.a
 
 
 def final_state(
-    k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array | None = None
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array | None = None,
+    mask: mx.array | None = None,
 ) -> mx.array:
-    """The state after all rows, without outputs; arguments as for `chunked`."""
-    if runs_alone(k.shape[-1]):
-        return kernels.gated_delta(k, k, v, g, beta, state)[1]
+    """The state after all rows, without outputs; arguments as for `chunked`. What a False row holds
+    may be no numbers."""
     if has_kernel(k.shape[-1]):
-        return _kernel_state(k, v, g, beta, state)
+        return _kernel_state(k, v, g, beta, state, mask)
+    if mask is not None:
+        k, v = (mx.where(mask[..., None, None], x, 0) for x in (k, v))
+        g, beta = _masked(g, beta, mask)
     for rows in _segments(k, v, g):
         _, state = _segment(None, k[:, rows], v[:, rows], g[:, rows], beta[:, rows], state)
     assert state is not None, "there are rows"
@@ -142,12 +149,17 @@ def runs_alone(dim: int) -> bool:
 
 
 def _kernel_state(
-    k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array | None
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array | None,
+    mask: mx.array | None,
 ) -> mx.array:
     if state is None:
         state = mx.zeros((k.shape[0], *v.shape[2:], k.shape[-1]))
     # Any q will do: only outputs depend on it.
-    return gated_delta_kernel(k, k, v, g, beta, state)[1]
+    return gated_delta_kernel(k, k, v, g, beta, state, mask)[1]
 
 
 def _segments(k: mx.array, v: mx.array, g: mx.array) -> list[slice]:

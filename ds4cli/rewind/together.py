@@ -68,7 +68,8 @@ def _call(
         if first.taps is not None:
             noted = around.enter_context(first.taps.noting())
         if recorder is not None and batch is not None:
-            tapes = [*around.enter_context(recorder.recording_batch(batch.states, len(sizes)))]
+            call = recorder.recording_batch(batch.states, len(sizes), sizes[0])
+            tapes = [*around.enter_context(call)]
         elif recorder is not None:
             recurrent = [own.recurrent_caches for own in layers]
             tapes = [*around.enter_context(recorder.recording_lanes(recurrent, sizes))]

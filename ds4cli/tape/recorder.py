@@ -126,14 +126,17 @@ class Recorder:
                 self._fill(tape, own)
 
     @contextmanager
-    def recording_batch(self, caches: list[ArraysCache], lanes: int) -> Iterator[list[Tape]]:
-        """The same for a call on a batch of lanes, a row of each, once `sizes` are known; caches:
-        of all lanes."""
-        tapes = [Tape() for _ in range(lanes)]
+    def recording_batch(
+        self, caches: list[ArraysCache], lanes: int, rows: int
+    ) -> Iterator[list[Tape]]:
+        """The same for a call on a batch of lanes, so many rows of each, once `sizes` are known;
+        caches: of all lanes. Each tape knows that of all lanes, see `Tape.whole`."""
+        whole, tapes = Tape(), [Tape() for _ in range(lanes)]
         with frames.Recording(caches, 0) as found:
             yield tapes
-        for i, tape in enumerate(tapes):
-            tape.fill_later(1, partial(_tracks_of, found, i))
+        whole.fill_later(rows, partial(_tracks, found))
+        for lane, tape in enumerate(tapes):
+            tape.fill_as_part(whole, lane)
 
     def _fill(self, tape: Tape, found: list[frames.Frame]) -> None:
         tape.fill([frame.found() for frame in found])
@@ -147,10 +150,6 @@ class Recorder:
 
 def _tracks(found: list[frames.Frame]) -> list[list[tuple[Track, ...]]]:
     return [frame.found() for frame in found]
-
-
-def _tracks_of(found: list[frames.Frame], i: int) -> list[list[tuple[Track, ...]]]:
-    return [frame.of(i) for frame in found]
 
 
 def _owners(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:

@@ -8,6 +8,7 @@ from itertools import accumulate, chain
 import mlx.core as mx
 
 from ds4cli.errors import ModelError
+from ds4cli.tape.kept import Kept
 from ds4cli.tape.tracks import Track, spans
 
 Slots = Sequence[list[mx.array | None]]
@@ -19,7 +20,14 @@ class Tape:
     i, most often one a call. They are joined when they are replayed.
 
     What is recorded are arrays that the call computes on the way to its logits, or views of them:
-    nothing has to be evaluated for it."""
+    nothing has to be evaluated for it.
+
+    whole: where it is one lane's part of a call on a batch, the tape of all lanes, whose data are
+    (lanes, rows, ...); lane: which of them it is. What is cut or joined of it is part of none.
+    """
+
+    whole: Tape | None = None
+    lane = 0
 
     def __init__(self, layers: Layers = ()):
         self._known = layers
@@ -43,6 +51,11 @@ class Tape:
         """The same, of so many rows, once somebody looks: most tapes are never replayed, and to
         take one lane's part out of many is work."""
         self.rows, self._find = rows, lambda: _checked(find())[1]
+
+    def fill_as_part(self, whole: Tape, lane: int) -> None:
+        """The same with one lane's rows of the tape of a batch (views)."""
+        self.whole, self.lane, self.rows = whole, lane, whole.rows
+        self._find = lambda: [[[t.of(lane) for t in x] for x in slots] for slots in whole._layers]
 
     def _tracks(self) -> Iterator[Track]:
         return (t for slots in self._layers for tracks in slots for t in tracks)
@@ -141,15 +154,19 @@ class Tape:
         caller evaluates. A start slot may be None, as in a new cache.
         """
         assert 0 < rows <= self.rows, (rows, self.rows)
-        out: Slots = [[None] * len(tracks) for tracks in self._layers]
         cut = rows < self.rows
         gathered = [[_gathered(tracks, rows, cut) for tracks in slots] for slots in self._layers]
-        for places in _groups(gathered, starts):
-            tracks = [gathered[i][j] for i, j in places]
-            slots = [starts[i][j] for i, j in places]
-            for (i, j), slot in zip(places, tracks[0].replay(tracks, slots, rows), strict=True):
-                out[i][j] = slot
-        return out
+        return _moved(gathered, starts, lambda tracks, own: tracks[0].replay(tracks, own, rows))
+
+    def replay_each(self, starts: Slots, rows: Sequence[int]) -> Slots:
+        """`replay` of a tape of a batch, data and slots (lanes, ...): lane i after rows[i] rows.
+
+        For families with a form of their own the graph is the same whatever `rows`.
+        """
+        assert all(0 < n <= self.rows for n in rows), (rows, self.rows)
+        kept = Kept(rows, self.rows)
+        joined = [[_joined(tracks) for tracks in slots] for slots in self._layers]
+        return _moved(joined, starts, lambda tracks, own: tracks[0].replay_each(tracks, own, kept))
 
     @staticmethod
     def replay_all(tapes: Sequence[Tape], starts: Sequence[Slots], rows: int) -> list[Slots]:
@@ -178,6 +195,20 @@ def _checked(found: Layers) -> tuple[int, Layers]:
 def _concatenated(tapes: Sequence[Tape]) -> Layers:
     layers = zip(*(t._layers for t in tapes if t._layers), strict=True)
     return [[_needed(parts) for parts in zip(*slots, strict=True)] for slots in layers]
+
+
+def _moved(
+    layers: Sequence[Sequence[Track]],
+    starts: Slots,
+    replay: Callable[[list[Track], list[mx.array | None]], list[mx.array]],
+) -> Slots:
+    """The slots that `replay` makes of tracks and their start slots, batch by batch."""
+    out: Slots = [[None] * len(tracks) for tracks in layers]
+    for places in _groups(layers, starts):
+        slots = replay([layers[i][j] for i, j in places], [starts[i][j] for i, j in places])
+        for (i, j), slot in zip(places, slots, strict=True):
+            out[i][j] = slot
+    return out
 
 
 def _groups(layers: Sequence[Sequence[Track]], starts: Slots) -> list[list[tuple[int, int]]]:

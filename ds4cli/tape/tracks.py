@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from ds4cli.backend.memory import taken_bytes
 from ds4cli.hooks.cuda.rows import joined
+from ds4cli.tape.kept import Kept
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -116,6 +117,20 @@ class Track:
     ) -> list[mx.array]:
         """The slot of each track after its first `rows` rows, from the slots `starts`."""
         raise NotImplementedError
+
+    @classmethod
+    def replay_each(
+        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], kept: Kept
+    ) -> list[mx.array]:
+        """The same of a batch, of data and slots (lanes, ...): each lane after the rows it keeps.
+
+        Default: lane by lane.
+        """
+        lanes = []
+        for i, rows in enumerate(kept.rows):
+            own = [None if start is None else start[i : i + 1] for start in starts]
+            lanes.append(cls.replay([t.of(i) for t in tracks], own, rows))
+        return [mx.concatenate([*slots]) for slots in zip(*lanes, strict=True)]
 
 
 @dataclass
@@ -218,15 +233,39 @@ class Tail(Track):
     ) -> list[mx.array]:
         return [t._after(start, rows) for t, start in zip(tracks, starts, strict=True)]
 
+    @classmethod
+    def replay_each(
+        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], kept: Kept
+    ) -> list[mx.array]:
+        pairs = [*zip(tracks, starts, strict=True)]
+        if not all(t._is_full(start) for t, start in pairs):
+            return super().replay_each(tracks, starts, kept)
+        return [t._after_each(start, kept) for t, start in pairs]
+
+    def _is_full(self, start: mx.array | None) -> bool:
+        """Whether the slot holds as many rows as it ever will."""
+        if not self.grows:
+            return True
+        return start is not None and start.shape[self.time_axis] == self.keep
+
     def _after(self, start: mx.array | None, rows: int) -> mx.array:
         if rows >= self.keep:
             return self._turned(mx.contiguous(self._rows(rows - self.keep, rows)))
+        x = self._behind(start, rows)
+        return self._turned(mx.contiguous(x[:, max(0, x.shape[1] - self.keep) :]))
+
+    def _after_each(self, start: mx.array | None, kept: Kept) -> mx.array:
+        # A lane keeps one row or more.
+        has_enough = self.lead + 1 >= self.keep
+        x = self.data[0] if has_enough else self._behind(start, kept.total)
+        return self._turned(kept.last(x, self.keep))
+
+    def _behind(self, start: mx.array | None, rows: int) -> mx.array:
+        """The first `rows` rows behind those of the slot, or what stands for one that is None."""
         x = self._rows(0, rows)
         if start is not None:
-            x = mx.concatenate([self._turned(start), x], axis=1)
-        elif not self.grows:
-            x = mx.pad(x, [(0, 0), (self.keep - rows, 0)] + [(0, 0)] * (x.ndim - 2))
-        return self._turned(mx.contiguous(x[:, max(0, x.shape[1] - self.keep) :]))
+            return mx.concatenate([self._turned(start), x], axis=1)
+        return x if self.grows else mx.pad(x, [(0, 0), (self.keep, 0)] + [(0, 0)] * (x.ndim - 2))
 
     def _turned(self, x: mx.array) -> mx.array:
         return x if self.time_axis == 1 else x.swapaxes(1, self.time_axis)
@@ -246,3 +285,9 @@ class States(Track):
         cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], rows: int
     ) -> list[mx.array]:
         return [mx.contiguous(t.data[0][:, rows - 1]) for t in tracks]
+
+    @classmethod
+    def replay_each(
+        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], kept: Kept
+    ) -> list[mx.array]:
+        return [kept.last(t.data[0], 1).squeeze(1) for t in tracks]

@@ -133,6 +133,7 @@ _SSD = """
     }
     out = total(out);
     if (lane == 0 && wanted < lines) put(y[(row * H + h) * D + d], out + through * xt);
+    keep(t + 1);
   }
 """
 
@@ -150,6 +151,7 @@ _WKV = """
     }
     out = total(out);
     if (lane == 0 && wanted < lines) put(y[row + d], out);
+    keep(t + 1);
   }
 """
 # After every so many rows but the last, the state goes out.
@@ -162,6 +164,14 @@ _KEEP = """
   }};
 """
 _KEEP_NONE = "auto keep = [](int) {};"
+# The state goes out after the rows that its sequence keeps; those behind them lead nowhere.
+_KEEP_EACH = """
+  const int own = kept[line / (D * H)];
+  auto keep = [&](int done) {
+    if (done != own || wanted >= lines) return;
+    for (int i = 0; i < N; ++i) put(state_out[(long long)line * WIDTH + lane * N + i], s[i]);
+  };
+"""
 _BODIES = {
     "gated_delta": (("q", "k", "v", "g", "beta", "state_in"), _DELTA),
     "ssd": (("x", "A_log", "B", "C", "skip", "steps", "state_in"), _SSD),
@@ -181,13 +191,16 @@ def fits(width: int) -> bool:
     return width % LANES == 0 and width <= 32 * LANES
 
 
-def gated_delta(q, k, v, g, beta, state=None, mask=None):
-    """What mlx-lm's `gated_delta_ops` computes; arguments as for `ds4cli.hooks.delta.chunked`."""
-    y, after, _ = gated_delta_stops(q, k, v, g, beta, state, mask)
+def gated_delta(q, k, v, g, beta, state=None, mask=None, kept=None):
+    """What mlx-lm's `gated_delta_ops` computes; arguments as for `ds4cli.hooks.delta.chunked`.
+
+    kept: for the state of each sequence after so many rows of it, int32 (B,), 1 .. T.
+    """
+    y, after, _ = gated_delta_stops(q, k, v, g, beta, state, mask, kept=kept)
     return y, after
 
 
-def gated_delta_stops(q, k, v, g, beta, state=None, mask=None, stop_rows=0):
+def gated_delta_stops(q, k, v, g, beta, state=None, mask=None, stop_rows=0, kept=None):
     """The same, and the states after every `stop_rows` rows before the last (0: none)."""
     if mask is not None:
         beta = mx.where(mask[..., None], beta, 0)
@@ -199,7 +212,7 @@ def gated_delta_stops(q, k, v, g, beta, state=None, mask=None, stop_rows=0):
     sizes = (heads, groups, dim, width, int(g.ndim == 4))
     inputs, stops = [q, k, v, g, beta, state], (rows - 1) // stop_rows if stop_rows else 0
     y, after, *states = _run(
-        "gated_delta", inputs, sizes, v.shape, q.dtype, mx.float32, (stops, stop_rows)
+        "gated_delta", inputs, sizes, v.shape, q.dtype, mx.float32, (stops, stop_rows), kept
     )
     return y, after, states
 
@@ -266,11 +279,11 @@ def _constants(sizes: tuple[int, ...]) -> str:
     return "".join(f"constexpr int {n} = {value}; " for n, value in known)
 
 
-def ssd(x, A_log, B, C, D, dt, state=None):
+def ssd(x, A_log, B, C, D, dt, state=None, kept=None):
     """Mamba-2's recurrence, as mlx-lm's `ssm_attn`: outputs and the state after all rows.
 
     x (B, T, H, D), A_log, D (H,), B, C (B, T, G, N), dt (B, T, H) float32, as used (after its bias,
-    softplus and limits), state (B, H, D, N).
+    softplus and limits), state (B, H, D, N); kept: see `gated_delta`.
     """
     heads, dim = x.shape[2:]
     groups, width = B.shape[2:]
@@ -278,14 +291,16 @@ def ssd(x, A_log, B, C, D, dt, state=None):
         state = mx.zeros((x.shape[0], heads, dim, width), mx.float32)
     dtype = x.dtype if D.dtype == x.dtype else mx.float32
     inputs = [x, A_log, B, C, D, dt, state]
-    return _run("ssd", inputs, (heads, groups, dim, width, 0), x.shape, dtype, state.dtype)
+    sizes = (heads, groups, dim, width, 0)
+    return _run("ssd", inputs, sizes, x.shape, dtype, state.dtype, kept=kept)
 
 
-def wkv7(r, w, k, v, a, b, state):
-    """RWKV-7's recurrence; all (B, T, H, D), state (B, H, D, D)."""
+def wkv7(r, w, k, v, a, b, state, kept=None):
+    """RWKV-7's recurrence; all (B, T, H, D), state (B, H, D, D); kept: see `gated_delta`."""
     heads, dim = v.shape[2:]
     inputs = [r, w, k, v, a, b, state]
-    return _run("wkv7", inputs, (heads, heads, dim, dim, 0), v.shape, r.dtype, state.dtype)
+    sizes = (heads, heads, dim, dim, 0)
+    return _run("wkv7", inputs, sizes, v.shape, r.dtype, state.dtype, kept=kept)
 
 
 def _run(
@@ -296,15 +311,17 @@ def _run(
     dtype: mx.Dtype,
     state_dtype: mx.Dtype,
     stops: tuple[int, int] = (0, 0),
+    kept: mx.array | None = None,
 ) -> list[mx.array]:
     """Outputs of `shape`, the state, and the states at the stops (how many, rows between them).
-    sizes: heads, groups, lines of a head, their elements, and whether gates are per channel."""
+    sizes: heads, groups, lines of a head, their elements, and whether gates are per channel.
+    kept: after how many rows of each sequence the state is wanted; None: after all, and stops."""
     state, states = inputs[-1], 1 + stops[0]
     lines, dtypes = state.size // sizes[3], tuple(x.dtype for x in inputs)
     return mx.fast.precompiled_cuda_kernel(
         name=name,
-        compiled_source=_compiled(name, sizes, dtypes, dtype, state_dtype, stops),
-        inputs=inputs,
+        compiled_source=_compiled(name, sizes, dtypes, dtype, state_dtype, stops, kept is not None),
+        inputs=inputs if kept is None else [*inputs, kept],
         output_shapes=[shape, *[state.shape] * states],
         output_dtypes=[dtype, *[state_dtype] * states],
         scalars=[shape[1], lines],
@@ -322,15 +339,21 @@ def _compiled(
     dtype: mx.Dtype,
     state_dtype: mx.Dtype,
     stops: tuple[int, int],
+    is_each: bool,
 ) -> bytes:
-    """The kernel for these sizes, types and stops."""
+    """The kernel for these sizes, types and stops; is_each: whether each sequence has a number of
+    rows of its own."""
     names, rows = _BODIES[name]
     types = compiler.TYPES
     inputs = [f"{types[t]} {n}" for t, n in zip(dtypes, names, strict=True)]
     count, stop_rows = stops
     kept, state = [f"stop{i}" for i in range(count)], types[state_dtype]
     outputs = [f"{types[dtype]} y", *(f"{state} {n}" for n in ("state_out", *kept))]
-    keep = _KEEP.format(stop_rows=stop_rows, state=state, names=", ".join(kept))
-    rows = (keep if count else _KEEP_NONE) + rows
-    body = _constants((*sizes, LANES)) + _LINE + rows + _END
+    body = _constants((*sizes, LANES)) + _LINE
+    if is_each:
+        inputs.append("int kept")
+        body += _KEEP_EACH + rows
+    else:
+        keep = _KEEP.format(stop_rows=stop_rows, state=state, names=", ".join(kept))
+        body += (keep if count else _KEEP_NONE) + rows + _END
     return compiler.kernel(name, inputs, outputs, ("T", "lines"), body)

@@ -22,6 +22,7 @@ from ds4cli.hooks.cuda import kernels
 from ds4cli.hooks.rebind import Swaps, calls, derived, rebound, with_globals
 from ds4cli.tape import frames
 from ds4cli.tape.families.short_conv import arm_convolutions
+from ds4cli.tape.kept import Kept
 from ds4cli.tape.tracks import Track, batched
 
 if TYPE_CHECKING:
@@ -82,10 +83,22 @@ class DeltaRows(Track):
         k, v, g, beta = cls.stack(tracks, rows, stop)
         return list(mx.split(delta.final_state(k, v, g, beta, batched(starts)), len(tracks)))
 
-    def _after(self, start: mx.array | None) -> mx.array:
-        """The state after all rows."""
+    @classmethod
+    def replay_each(
+        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], kept: Kept
+    ) -> list[mx.array]:
+        if delta.runs_alone(tracks[0].data[0].shape[-1]):
+            pairs = zip(tracks, starts, strict=True)
+            return [t._after(start, kept.counts) for t, start in pairs]
+        k, v, g, beta = cls.stack(tracks, kept.total)
+        state, mask = batched(starts), kept.mask(len(tracks))
+        return list(mx.split(delta.final_state(k, v, g, beta, state, mask), len(tracks)))
+
+    def _after(self, start: mx.array | None, kept: mx.array | None = None) -> mx.array:
+        """The state after all rows, or those that are kept, by the kernel on CUDA; any q will do:
+        only outputs depend on it."""
         k, v, g, beta = self.data
-        return delta.final_state(k, v, g, beta, start)
+        return kernels.gated_delta(k, k, v, g, beta, start, kept=kept)[1]
 
 
 @dataclass
