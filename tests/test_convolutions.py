@@ -45,3 +45,22 @@ def test_a_sum_of_products_is_the_convolution(shape, bias, dtype):
     assert mx.allclose(got, want, atol=1e-6 if dtype == mx.float32 else 3e-2)
     swaps.undo()
     assert type(conv) is nn.Conv1d
+
+
+def test_a_weight_that_changes_is_the_one_that_counts():
+    """Taps of a weight that was replaced, converted, or written into."""
+    conv, x, _ = beside_mlx((2, 7, 6), False, mx.float32)
+    convolutions.use(nn.Sequential(conv))
+    conv(x)
+
+    def is_right():
+        want = nn.Conv1d.__call__(conv, x)
+        return conv(x).dtype == want.dtype and mx.allclose(conv(x), want, atol=3e-2)
+
+    conv.update({"weight": conv.weight * 2})
+    assert is_right()
+    conv.weight[0] = 5
+    assert is_right()
+    conv.set_dtype(mx.bfloat16)
+    x = x.astype(mx.bfloat16)
+    assert is_right()

@@ -8,6 +8,8 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm.generate import BatchGenerator
 from oracle import Letters, prompt
@@ -18,6 +20,7 @@ from ds4cli.bench.reference import stock
 from ds4cli.drafters.drafter import Drafter
 from ds4cli.engine.engine import Engine
 from ds4cli.engine.group import Group
+from ds4cli.hooks.convolutions import by_products
 from ds4cli.settings import Settings
 from ds4cli.tools import Guard
 
@@ -84,6 +87,15 @@ def test_recording_adds_no_node_to_a_one_row_call(name):
         host_cost.graph_per_call(stream(engine(name), recording)) for recording in (False, True)
     )
     assert recorded == plain
+
+
+@pytest.mark.parametrize(("rows", "most"), [(1, 4), (3, 7)])
+def test_a_short_convolution_is_few_nodes(rows, most):
+    """Its weight cut with a slice and a shape for each of four taps: 13 nodes a layer and token."""
+    conv = nn.Conv1d(6, 6, 4, groups=6, bias=False)
+    x = mx.zeros((1, rows + 3, 6))
+    mx.eval(x, conv.parameters())
+    assert host_cost.nodes([by_products(x, conv.weight, None)]) <= most
 
 
 class Mute(Drafter):

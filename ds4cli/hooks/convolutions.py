@@ -58,12 +58,15 @@ def _with_products() -> type:
 
 
 def by_products(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
-    """y (B, T, C): y[b, t, c] = bias[c] + sum over k of x[b, t + k, c] weight[c, k, 0]."""
+    """y (B, T, C): y[b, t, c] = bias[c] + sum over k of x[b, t + k, c] weight[c, k, 0].
+
+    A split is one node of the graph, and so many slices are as many. Taps that are kept would be
+    two nodes less, and the old ones where somebody writes into the weight.
+    """
     size = weight.shape[1]
     rows = x.shape[1] - size + 1
-    shifted = [x[:, k : k + rows] for k in range(size)]
-    taps = [weight[:, k, 0] for k in range(size)]
-    return _summed(shifted, taps, bias)
+    shifted = [*mx.split(x, size, 1)] if rows == 1 else [x[:, k : k + rows] for k in range(size)]
+    return _summed(shifted, [*mx.split(weight.T, size, 1)], bias)
 
 
 @partial(mx.compile, shapeless=True)
