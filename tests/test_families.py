@@ -4,6 +4,7 @@ file's formula states. What models do with them is in `test_tape.py`."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -27,7 +28,9 @@ from ds4cli.tape.families import (
     ssd,
 )
 from ds4cli.tape.frames import Recording
+from ds4cli.tape.kept import Kept
 from ds4cli.tape.tape import Tape
+from ds4cli.tape.tracks import Track
 
 ROWS = 5
 
@@ -71,6 +74,27 @@ def check(tracks, steps, shape, tolerance=1e-5):
                     want = follow(steps[i], start, rows).astype(state.dtype)
                     assert near(state, want, tolerance), (rows, i)
     assert tracks[0].key(None) != tracks[0].key(known[0])
+    check_each(tracks, known, tolerance)
+
+
+def check_each(tracks, known, tolerance=1e-5):
+    """The same of lanes that keep rows of their own: as they are replayed one by one, whatever
+    numbers the other rows are."""
+    cls = type(tracks[0])
+    total = tracks[0].rows
+    kept = Kept([total, 1, total - 1], total)
+    clean, spoilt = [[in_lanes(t, kept, other) for t in tracks] for other in (0, mx.nan)]
+    for starts in ([None] * len(tracks), [mx.concatenate([x, -x, 2 * x]) for x in known]):
+        want = Track.replay_each.__func__(cls, clean, starts, kept)
+        for some in (spoilt, spoilt[:1]):
+            got = cls.replay_each(some, starts[: len(some)], kept)
+            assert all(near(a, b, tolerance) for a, b in zip(got, want, strict=False))
+
+
+def in_lanes(track, kept, other):
+    """Three lanes that have its rows in another order each; `other` where they are not kept."""
+    lanes = [mx.concatenate([x, x[:, ::-1], mx.roll(x, 1, axis=1)]) for x in track.data]
+    return replace(track, data=tuple(kept.only(x, other) for x in lanes))
 
 
 def check_call_by_call(tracks, halves, advance):
@@ -92,6 +116,23 @@ def check_call_by_call(tracks, halves, advance):
 def differ(a, b):
     """Not to be replayed together."""
     return a.key(None) != b.key(None)
+
+
+def keeping(form):
+    """A stand-in for a recurrence's kernel that can be told how many rows each sequence keeps;
+    form: one that cannot."""
+
+    def run(*args, kept=None):
+        if kept is None:
+            return form(*args)
+        shape, (*args, state) = args[0].shape[:2], args
+        states = []
+        for i, n in enumerate(kept.tolist()):
+            own = [x[i : i + 1, :n] if x.shape[:2] == shape else x for x in args]
+            states.append(form(*own, None if state is None else state[i : i + 1])[1])
+        return None, mx.concatenate(states)
+
+    return run
 
 
 @pytest.fixture
@@ -178,7 +219,7 @@ def test_states_inside_a_call_stay_at_their_rows():
 def test_the_delta_rule_on_cuda_reads_rows_where_they_stand(cuda, monkeypatch):
     """Layers are replayed one by one there: copying their rows together costs more."""
 
-    def gated_delta(q, k, v, g, beta, state=None, kept=None):
+    def gated_delta(q, k, v, g, beta, state):
         cuda.calls.append(k.shape)
         return gated_delta_ops(q, k, v, g, beta, state)
 
@@ -192,7 +233,7 @@ def test_the_delta_rule_on_cuda_reads_rows_where_they_stand(cuda, monkeypatch):
     assert isinstance(gathered, delta_rule.DeltaRows)  # not on CUDA
     assert gathered.rows == 10 and gathered.data[0].shape[1] == 10
     cuda.width = 4
-    monkeypatch.setattr(kernels, "gated_delta", gated_delta)
+    monkeypatch.setattr(kernels, "gated_delta", keeping(gated_delta))
     monkeypatch.setattr(kernels, "gated_delta_state", pieces_state)
     check(tracks, [delta_step(t) for t in tracks], SHAPE)
     assert {*cuda.calls} == {(1, rows, 1, 4) for rows in range(1, ROWS + 1)}
@@ -260,7 +301,7 @@ def test_rows_of_mamba_2(cuda, monkeypatch):
             state = decay * state + (dt[:, i, :, None] * x[:, i])[..., None] * B[:, i, :, None]
         return None, state
 
-    monkeypatch.setattr(kernels, "ssd", kernel)
+    monkeypatch.setattr(kernels, "ssd", keeping(kernel))
     cuda.width = 3
     check(tracks, steps, (1, 4, 3, 6))
     assert cuda.calls == []
@@ -387,7 +428,7 @@ def test_rows_of_rwkv_7(cuda, monkeypatch):
         assert r.shape == w.shape and state.dtype == mx.float32
         return None, follow(wkv_step(w, k, v, a, b), state, w.shape[1])
 
-    monkeypatch.setattr(kernels, "wkv7", kernel)
+    monkeypatch.setattr(kernels, "wkv7", keeping(kernel))
     cuda.width = 4
     check(tracks, steps, shape)
     assert cuda.calls == []
@@ -406,7 +447,9 @@ def test_rows_of_rwkv_7_in_half_precision_are_replayed_call_by_call(dtype, cuda)
         part = [x[:, begin:end] for x in track.data]
         return track.advance(part[0], *part, start)[1]
 
-    check_call_by_call(tracks, [noise(7 + i, 1, 2, 3, 3).astype(dtype) for i in (0, 1)], advance)
+    halves = [noise(7 + i, 1, 2, 3, 3).astype(dtype) for i in (0, 1)]
+    check_call_by_call(tracks, halves, advance)
+    check_each(tracks, halves, 0)
 
 
 # --- lightning attention --------------------------------------------------------------------------
@@ -470,6 +513,7 @@ def test_rows_of_lightning_attention_in_half_precision_are_replayed_call_by_call
         return gla(k, k, v, track.gate.reshape(-1), 1.0, start)[1]
 
     check_call_by_call(tracks, half, advance)
+    check_each(tracks, half, 0)
 
 
 # --- modules --------------------------------------------------------------------------------------

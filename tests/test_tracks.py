@@ -366,6 +366,14 @@ def test_what_is_found_later_is_looked_for_once():
     assert whole.replay([[None]], 3)[0][0].tolist() == [[12, 12]] and found == [1]
     assert whole.replay([[None]], 2)[0][0].tolist() == [[10, 10]] and tape.layers == 1
     assert found == [1]
+    lanes = [Tape(), Tape()]
+    both = Tape()
+    both.fill_later(3, lambda: found.append(2) or [[(Sums((column([1, 2, 3]),)),)]])
+    for i, lane in enumerate(lanes):
+        lane.fill_as_part(both, i)
+    part = lanes[0].first(2)
+    assert part.rows == 2 and found == [1] and part.whole is None
+    assert part.replay([[None]], 2)[0][0].tolist() == [[3, 3]] and found == [1, 2]
     assert Tape.concat([Tape(), sums_of(column([9]))]).rows == 1
 
 

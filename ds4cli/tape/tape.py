@@ -108,7 +108,11 @@ class Tape:
         assert 0 <= start <= stop <= self.rows, (start, stop, self.rows)
         if stop - start == self.rows:
             return self
-        return Tape([[_cut(tracks, start, stop) for tracks in slots] for slots in self._layers])
+        if self.whole is None:
+            return Tape(_cut_all(self._layers, start, stop))
+        part = Tape()  # of a lane, which nobody may have looked at
+        part.rows, part._find = stop - start, lambda: _cut_all(self._layers, start, stop)
+        return part
 
     @staticmethod
     def concat(tapes: Sequence[Tape]) -> Tape:
@@ -239,6 +243,10 @@ def _gathered(tracks: Sequence[Track], rows: int, cut: bool) -> Track:
     if len(tracks) == 1:
         return tracks[0]
     return tracks[0].gather(_cut(tracks, 0, rows) if cut else tracks, rows)
+
+
+def _cut_all(layers: Layers, start: int, stop: int) -> Layers:
+    return [[_cut(tracks, start, stop) for tracks in slots] for slots in layers]
 
 
 def _cut(tracks: Sequence[Track], start: int, stop: int) -> list[Track]:

@@ -65,7 +65,7 @@ class DeltaRows(Track):
         return DeltaPieces(first, tracks)
 
     def key(self, start: mx.array | None) -> Hashable:
-        return *(x.shape for x in self.data), start is None, *self.inner_rows()
+        return *[x.shape for x in self.data], start is None, *self.inner_rows()
 
     @classmethod
     def replay(

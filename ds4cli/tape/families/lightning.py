@@ -19,6 +19,7 @@ import mlx.nn as nn
 
 from ds4cli.hooks.rebind import Swaps, calls, rebound
 from ds4cli.tape import frames
+from ds4cli.tape.kept import Kept
 from ds4cli.tape.tracks import CallRows, batched
 
 if TYPE_CHECKING:
@@ -47,8 +48,33 @@ class GlaRows(CallRows):
         if tracks[0].in_half:
             return cls._by_calls(tracks, starts, rows)
         k, v = cls.stack(tracks, rows)
+        return cls._all_after(tracks, starts, k, v, mx.array([rows]))
+
+    @classmethod
+    def replay_each(
+        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], kept: Kept
+    ) -> list[mx.array]:
+        if tracks[0].in_half:
+            return super().replay_each(tracks, starts, kept)
+        k, v = (kept.only(x) for x in cls.stack(tracks, kept.total))
+        rows = mx.concatenate([kept.counts] * len(tracks))
+        return cls._all_after(tracks, starts, k, v, rows)
+
+    @classmethod
+    def _all_after(
+        cls,
+        tracks: Sequence[Self],
+        starts: Sequence[mx.array | None],
+        k: mx.array,
+        v: mx.array,
+        rows: mx.array,
+    ) -> list[mx.array]:
+        """The states of all tracks as one batch, of which each has so many rows, int (batch,) or
+        (1,); k and v are 0 behind them."""
+        lanes = len(k) // len(tracks)
         gate = mx.stack([t.gate.reshape(-1) for t in tracks]).astype(mx.float32)
-        later = mx.arange(rows - 1, -1, -1)[:, None]
+        gate, rows = mx.repeat(gate, lanes, axis=0), rows[:, None]
+        later = mx.maximum(rows - 1 - mx.arange(k.shape[1]), 0)[..., None]
         k = k * mx.exp(gate[:, None] * later)[..., None]
         out = k.transpose(0, 2, 3, 1) @ v.astype(k.dtype).swapaxes(1, 2)
         start = batched(starts)

@@ -19,6 +19,7 @@ import mlx.nn as nn
 from ds4cli.hooks.rebind import Swaps, derived
 from ds4cli.tape import frames
 from ds4cli.tape.families.short_conv import arm_convolutions
+from ds4cli.tape.kept import Kept
 from ds4cli.tape.tracks import Track
 
 if TYPE_CHECKING:
@@ -43,11 +44,27 @@ class ScanRows(Track):
     ) -> list[mx.array]:
         return [t._after(start, rows) for t, start in zip(tracks, starts, strict=True)]
 
+    @classmethod
+    def replay_each(
+        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], kept: Kept
+    ) -> list[mx.array]:
+        return [t._after_each(start, kept) for t, start in zip(tracks, starts, strict=True)]
+
     def _after(self, state: mx.array | None, rows: int) -> mx.array:
         x = self.data[0][:, :rows]
+        return self._scanned(x, *_delta_and_B(self.mixer, x), state)
+
+    def _after_each(self, state: mx.array | None, kept: Kept) -> mx.array:
+        x = kept.only(self.data[0])
         delta, B = _delta_and_B(self.mixer, x)
+        # In a step of no length nothing decays, and nothing is added.
+        return self._scanned(x, kept.only(delta), B, state)
+
+    def _scanned(
+        self, x: mx.array, delta: mx.array, B: mx.array, state: mx.array | None
+    ) -> mx.array:
         A = -mx.exp(self.mixer.A_log)
-        for i in range(0, rows, _SEGMENT):
+        for i in range(0, x.shape[1], _SEGMENT):
             part = slice(i, i + _SEGMENT)
             state = _scan(x[:, part], delta[:, part], B[:, part], A, state)
         assert state is not None, "there are rows"
@@ -57,7 +74,7 @@ class ScanRows(Track):
 def _scan(
     x: mx.array, delta: mx.array, B: mx.array, A: mx.array, state: mx.array | None
 ) -> mx.array:
-    """x, delta (1, T, D), B (1, T, N), A (D, N), state (1, D, N) -> the state after T rows."""
+    """x, delta (L, T, D), B (L, T, N), A (D, N), state (L, D, N) -> the state after T rows."""
     later = mx.cumsum(delta, axis=1, reverse=True, inclusive=False)
     decay = mx.exp(later[..., None] * A)
     new = mx.sum(decay * (delta * x)[..., None] * B[:, :, None], axis=1)

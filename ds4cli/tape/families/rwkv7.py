@@ -22,6 +22,7 @@ from ds4cli.hooks import delta
 from ds4cli.hooks.cuda import kernels, switch
 from ds4cli.hooks.rebind import Swaps, derived
 from ds4cli.tape import frames
+from ds4cli.tape.kept import Kept
 from ds4cli.tape.tracks import HALF, CallRows, Tail, batched
 
 if TYPE_CHECKING:
@@ -47,45 +48,81 @@ class WkvRows(CallRows):
     def replay(
         cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], rows: int
     ) -> list[mx.array]:
-        if tracks[0].dtype in HALF:
-            return cls._by_calls(tracks, starts, rows)
-        if switch.is_on() and kernels.fits(tracks[0].data[0].shape[-1]):
+        if tracks[0].has_kernel:
             pairs = zip(tracks, starts, strict=True)
             return [t.cut(0, rows)._after(start) for t, start in pairs]
-        stacked = (x.astype(mx.float32).swapaxes(1, 2) for x in cls.stack(tracks, rows))
-        w, k, v, a, b = stacked
+        return cls._all_after(tracks, starts, cls.stack(tracks, rows))
+
+    @classmethod
+    def replay_each(
+        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], kept: Kept
+    ) -> list[mx.array]:
+        if tracks[0].has_kernel:
+            pairs = zip(tracks, starts, strict=True)
+            return [t._after(start, kept.counts) for t, start in pairs]
+        w, *others = cls.stack(tracks, kept.total)
+        columns = [kept.only(w, 1), *(kept.only(x) for x in others)]
+        return cls._all_after(tracks, starts, columns)
+
+    @property
+    def has_kernel(self) -> bool:
+        known = switch.is_on() and kernels.fits(self.data[0].shape[-1])
+        return known and self.dtype not in HALF
+
+    def _after(self, start: mx.array | None, kept: mx.array | None = None) -> mx.array:
+        """The state after all rows, or those that are kept, by the kernel; r makes outputs only."""
+        state = _state([self], [start]).astype(self.dtype)
+        w, k, v, a, b = self.data
+        return kernels.wkv7(w, w, k, v, a, b, state, kept=kept)[1]
+
+    @classmethod
+    def _all_after(
+        cls,
+        tracks: Sequence[Self],
+        starts: Sequence[mx.array | None],
+        columns: Sequence[mx.array],
+    ) -> list[mx.array]:
+        """The states after the rows of all tracks as one batch, w, k, v, a, b."""
+        in_half = tracks[0].dtype in HALF
+        state = (cls._by_calls if in_half else cls._in_chunks)(tracks, starts, columns)
+        return list(mx.split(state, len(tracks)))
+
+    @classmethod
+    def _in_chunks(
+        cls,
+        tracks: Sequence[Self],
+        starts: Sequence[mx.array | None],
+        columns: Sequence[mx.array],
+    ) -> mx.array:
+        w, k, v, a, b = (x.astype(mx.float32).swapaxes(1, 2) for x in columns)
         state = _state(tracks, starts)
-        for i in range(0, rows, _CHUNK):
+        for i in range(0, w.shape[2], _CHUNK):
             state = _advance(state, *(x[:, :, i : i + _CHUNK] for x in (w, k, v, a, b)))
-        return list(mx.split(state.astype(tracks[0].dtype), len(tracks)))
+        return state.astype(tracks[0].dtype)
 
     @classmethod
     def _by_calls(
-        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], rows: int
-    ) -> list[mx.array]:
-        first, columns = tracks[0], cls.stack(tracks, rows)
-        state = batched(starts)
-        for call in first.slices(rows):
+        cls,
+        tracks: Sequence[Self],
+        starts: Sequence[mx.array | None],
+        columns: Sequence[mx.array],
+    ) -> mx.array:
+        first, state = tracks[0], batched(starts)
+        for call in first.slices(columns[0].shape[1]):
             part = [x[:, call] for x in columns]
             # Any r of its type will do: only outputs depend on it.
             _, state = first.advance(part[1].astype(first.dtype), *part, state)
         assert state is not None, "there are rows"
-        return list(mx.split(state, len(tracks)))
-
-    def _after(self, start: mx.array | None) -> mx.array:
-        """The state after all rows, by the kernel; r makes outputs only."""
-        state = _state([self], [start]).astype(self.dtype)
-        w, k, v, a, b = self.data
-        return kernels.wkv7(w, w, k, v, a, b, state)[1]
+        return state
 
 
 def _state(tracks: Sequence[WkvRows], starts: Sequence[mx.array | None]) -> mx.array:
-    """(layers, H, D, D) float32."""
+    """Those of all tracks as one batch, (batch, H, D, D) float32."""
     known = batched(starts)
     if known is not None:
         return known.astype(mx.float32)
-    _, _, heads, dim = tracks[0].data[0].shape
-    return mx.zeros((len(tracks), heads, dim, dim))
+    batch, _, heads, dim = tracks[0].data[0].shape
+    return mx.zeros((len(tracks) * batch, heads, dim, dim))
 
 
 def _advance(

@@ -22,6 +22,7 @@ from ds4cli.hooks.cuda import kernels, switch
 from ds4cli.hooks.rebind import Swaps, calls, rebound
 from ds4cli.tape import frames
 from ds4cli.tape.families.short_conv import arm_convolutions
+from ds4cli.tape.kept import Kept
 from ds4cli.tape.tracks import Track, batched
 
 if TYPE_CHECKING:
@@ -46,24 +47,62 @@ class SsdRows(Track):
     def replay(
         cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], rows: int
     ) -> list[mx.array]:
-        if switch.is_on() and kernels.fits(tracks[0].data[1].shape[-1]):
+        if tracks[0].has_kernel:
             pairs = zip(tracks, starts, strict=True)
             return [t.cut(0, rows)._after(start) for t, start in pairs]
         x, B, dt = cls.stack(tracks, rows)
-        dt_bias = mx.stack([t.dt_bias for t in tracks])[:, None]
-        dt = compute_dt(dt, dt_bias, tracks[0].time_step_limit)
-        A = -mx.exp(mx.stack([t.A_log for t in tracks]))[:, None].astype(dt.dtype)
+        return cls._all_after(tracks, starts, x, B, cls._steps(tracks, dt))
+
+    @classmethod
+    def replay_each(
+        cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], kept: Kept
+    ) -> list[mx.array]:
+        if tracks[0].has_kernel:
+            pairs = zip(tracks, starts, strict=True)
+            return [t._after(start, kept.counts) for t, start in pairs]
+        x, B, dt = cls.stack(tracks, kept.total)
+        # In a step of no length nothing decays, and nothing is added.
+        dt = kept.only(cls._steps(tracks, dt))
+        return cls._all_after(tracks, starts, kept.only(x), kept.only(B), dt)
+
+    @property
+    def has_kernel(self) -> bool:
+        return switch.is_on() and kernels.fits(self.data[1].shape[-1])
+
+    def _after(self, start: mx.array | None, kept: mx.array | None = None) -> mx.array:
+        """The state after all rows, or those that are kept, by the kernel; C and D make outputs
+        only."""
+        x, B, dt = self.data
+        dt = compute_dt(dt, self.dt_bias, self.time_step_limit)
+        return kernels.ssd(x, self.A_log, B, B, self.A_log, dt, start, kept=kept)[1]
+
+    @classmethod
+    def _steps(cls, tracks: Sequence[Self], dt: mx.array) -> mx.array:
+        """dt as it is used, of all tracks as one batch."""
+        bias = _of_layers([t.dt_bias for t in tracks], dt)
+        return compute_dt(dt, bias, tracks[0].time_step_limit)
+
+    @classmethod
+    def _all_after(
+        cls,
+        tracks: Sequence[Self],
+        starts: Sequence[mx.array | None],
+        x: mx.array,
+        B: mx.array,
+        dt: mx.array,
+    ) -> list[mx.array]:
+        """The states after the rows of all tracks as one batch; dt as it is used."""
+        A = -mx.exp(_of_layers([t.A_log for t in tracks], dt)).astype(dt.dtype)
         out = _final_state(x, B, dt, dt * A)
         start = batched(starts)
         if start is not None:
             out += mx.exp(mx.sum(dt * A, axis=1))[..., None, None] * start
         return list(mx.split(out, len(tracks)))
 
-    def _after(self, start: mx.array | None) -> mx.array:
-        """The state after all rows, by the kernel; C and D make outputs only."""
-        x, B, dt = self.data
-        dt = compute_dt(dt, self.dt_bias, self.time_step_limit)
-        return kernels.ssd(x, self.A_log, B, B, self.A_log, dt, start)[1]
+
+def _of_layers(values: Sequence[mx.array], batch: mx.array) -> mx.array:
+    """What each layer has of its own, (H,), beside a batch of all of them: (batch, 1, H)."""
+    return mx.repeat(mx.stack([*values]), len(batch) // len(values), axis=0)[:, None]
 
 
 def _final_state(x: mx.array, B: mx.array, dt: mx.array, dtA: mx.array) -> mx.array:
