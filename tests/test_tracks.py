@@ -282,6 +282,9 @@ def test_rows_beyond_those_kept_may_be_no_numbers():
     twice = mx.concatenate([x, x])[..., None].astype(mx.bfloat16)
     only = kept.only(twice, 1)
     assert only.dtype == mx.bfloat16 and only[..., 0].tolist() == 2 * [[1, 1, 1], [1, 2, 3]]
+    rows = mx.arange(12).reshape(2, 3, 2)
+    for more in (rows, rows[..., :1]):
+        assert kept.last(more, 1).tolist() == [[more[0, 0].tolist()], [more[1, 2].tolist()]]
     assert kept.mask(2, 3) is kept.mask(2, 3) and kept.mask().tolist() == [[1, 0, 0], [1, 1, 1]]
 
 

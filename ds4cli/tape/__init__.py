@@ -10,5 +10,8 @@ from the state before gives the state after n tokens without a model call.
     mx.eval(logits)
     slots = tape.replay(starts, rows)
 
+A call on a batch of lanes leaves one tape for all, `Tape.whole` of each lane's: its `replay_each`
+gives the slots of all lanes, each after its own number of rows, in one graph.
+
 `families/` has one file per recurrence; a new one is added there, and listed in `recorder.py`.
 """

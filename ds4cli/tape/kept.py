@@ -42,7 +42,7 @@ class Kept:
         more, shape = x.shape[1] - self.total, (x.shape[0], n, *x.shape[2:])
         key = (more, *shape)
         if key not in self._places:
-            places = self.counts[:, None] + mx.arange(more - n, more, dtype=mx.int32)
+            places = self.counts[:, None] + mx.arange(more - n, more)
             places = places.reshape(*places.shape, *[1] * (x.ndim - 2))
             self._places[key] = mx.broadcast_to(places, shape)
         return mx.take_along_axis(x, self._places[key], axis=1)
