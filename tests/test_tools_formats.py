@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import regex
 
 from ds4cli.tools import FORMATS
@@ -43,6 +44,21 @@ def test_a_bare_call_opens_where_an_answer_begins():
     kept = Format("x", ("<a>",), "", Json(), kept=(("[", ""),))
     assert kept.beginnings == ["<a>", "["] and kept.start == "<a>"
     assert Format("x", (), "", Json()).start == ""
+
+
+@pytest.mark.parametrize("name", [name for name, fmt in FORMATS.items() if fmt.starts])
+def test_prose_about_a_marker_opens_no_call(name):
+    """A format without what must follow its marker: an answer about markers was held back as a
+    call, and reported as a broken one."""
+    for start in FORMATS[name].starts:
+        assert found(FORMATS[name], f"{start} begins a call") is None, start
+
+
+def test_what_opens_a_call_without_a_marker():
+    """Guards: a call of a model that forgets the marker is shown as text."""
+    for name in ("qwen3_coder", "seed_oss"):
+        assert found(FORMATS[name], "so: <function=now>") == ("kept", "<function=now>")
+        assert found(FORMATS[name], "so: <function=later>") is None
 
 
 def test_what_text_a_syntax_is_made_of():
