@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 from llguidance import LLMatcher
 from test_tools_parse import BODIES
-from toolkit import TOOLS, tokenizer
+from toolkit import TOOLS, TYPED, tokenizer
 
 from ds4cli.tools import FORMATS, Tool
 from ds4cli.tools.formats import Foreign, Format
@@ -183,24 +183,9 @@ def test_calls_written_as_code():
     assert usual("pythonic_bare")("[now()]") and usual("pythonic_bare")("<|python_tag|>[now()]")
 
 
-STRICT = Tool(
-    "f",
-    "",
-    {
-        "type": "object",
-        "properties": {
-            "s": {"type": "string"},
-            "n": {"type": "integer"},
-            "e": {"enum": ["x y", 1, None, True, ""]},
-            "w": {"type": "string", "maxLength": 3},
-            "never": False,
-            "o": {"type": "object", "properties": {"k": {"type": "integer"}}},
-        },
-        "required": ["n", "never"],
-        "additionalProperties": False,
-    },
-)
-OPEN = Tool("f", "", {**STRICT.parameters, "additionalProperties": True})
+NEEDED = {**TYPED.parameters, "required": ["n", "never"]}
+STRICT = Tool("f", "", {**NEEDED, "additionalProperties": False})
+OPEN = Tool("f", "", {**NEEDED, "additionalProperties": True})
 
 
 def given(name, *arguments):

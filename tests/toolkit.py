@@ -37,6 +37,26 @@ TOOLS = [
     ),
     Tool("now", "", {"type": "object", "properties": {}}),
 ]
+# An argument of every type; no call can have the last.
+TYPED = Tool(
+    "typed",
+    "",
+    {
+        "type": "object",
+        "properties": {
+            "s": {"type": "string"},
+            "n": {"type": "integer"},
+            "w": {"type": "string", "maxLength": 3},
+            "maybe": {"type": ["string", "null"]},
+            "b": {"type": "boolean"},
+            "l": {"type": "array", "items": {"type": "number"}},
+            "o": {"type": "object", "properties": {"k": {"type": "integer"}}},
+            "e": {"enum": ["x y", 1, None, True, ""]},
+            "any": {},
+            "never": False,
+        },
+    },
+)
 
 
 def tokenizer(fmt: str = "json_tools", specials=(), merged=MERGED, think=False, stops=(EOS,)):
