@@ -14,7 +14,7 @@ from test_tape import RECURRENT, error
 
 from ds4cli.hooks import delta
 from ds4cli.tape.families.delta_rule import DeltaRows
-from ds4cli.tape.kept import Kept
+from ds4cli.tape.kept import Kept, UnlikeSlots
 from ds4cli.tape.recorder import Recorder, arrays_caches
 
 LANES = 3
@@ -73,7 +73,9 @@ def test_each_lane_keeps_its_own_rows(armed, prompt):
         tapes, starts = recorded(model, recorder, fed(model, prompt, 1), k)
         for rows in splits:
             if name == "longcat_flash_ngram" and not prompt and len({*rows}) > 1:
-                continue  # lanes of slots that grow are of unlike lengths then
+                with pytest.raises(UnlikeSlots):  # ids of tokens, of which there are few yet
+                    tapes[0].whole.replay_each(starts, rows)
+                continue
             got = tapes[0].whole.replay_each(starts, rows)
             assert error(got, alone(tapes, starts, rows)) < 1e-5
 

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import mlx.core as mx
 import pytest
+from oracle import KINDS as KINDS_OF_STATE
 from oracle import Letters, OracleDrafter, check, engine, prompt
 from test_repair import PROMPT, ScriptedModel
 from test_tools_exact import BAD, LENGTH, FakeModel
@@ -28,6 +29,11 @@ KINDS = (
     {"temp": 0.7, "logit_bias": {5: 2.0, 9: -50.0}, "presence_penalty": 0.4},
 )
 SIZES = (5, 12, 1, 9, 20)
+# One for each way to keep state that lanes can have, and what replays otherwise.
+FILLED = (
+    *(name for name in KINDS_OF_STATE if name != "deepseek_v41"),
+    *(pytest.param(n, marks=pytest.mark.slow) for n in ("falcon_h1", "kimi_linear", "mamba")),
+)
 
 
 def said(events):
@@ -432,6 +438,39 @@ def guessed(made, truth, clock, right, takes=None):
     lanes = [group.join(s, max_tokens=len(truth[0][0])) for s in joined]
     assert written(group, lanes) == truth
     return joined
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_blocks_that_are_filled_up_say_what_is_said_without(name, monkeypatch):
+    """Blocks of all lanes are equally long, whatever each has to guess: a token that only fills one
+    up was kept, or what it left in a state; or a lane stood in that of another one."""
+    made = engine(name, speculate="auto")
+    kinds = (*KINDS[:3], *KINDS[:2])
+    truth = alone(made, [{"max_tokens": 40}] * 5, kinds=kinds)
+    clock = Clock(monkeypatch, 0.001)
+    group, joined, rounds = Group(made, clock=clock), list(sessions(made, kinds=kinds)), []
+    for i, (session, (tokens, *_)) in enumerate(zip(joined, truth, strict=True)):
+        if i != 1:  # which has nothing to guess
+            right = (0.9, 0.0, 0.6, 0.3, 0.8)[i]
+            session.drafter = OracleDrafter([*session.tokens, *tokens], right)
+        session.recording = i != 2
+    replay = Group.replay
+
+    def noted(group, picks):
+        if not picks.is_replayed:
+            rounds.append([lane.kept_rows for lane in group.lanes if lane.waits_for(picks)])
+        replay(group, picks)
+
+    monkeypatch.setattr(Group, "replay", noted)
+    lanes = [group.join(s, max_tokens=40) for s in joined]
+    assert written(group, lanes) == truth
+    assert any(len({*kept}) > 2 and 1 in kept for kept in rounds), "cut at unlike rows"
+    assert sum(s.stats.accepted for s in joined) > 20 and joined[1].stats.proposed == 0
+    for session in joined:
+        check(made.model, session)
+        if session.recording:
+            session.rewind(session.pos - 7)
+            check(made.model, session)
 
 
 def test_rows_are_shared_out_where_guesses_pay(monkeypatch):

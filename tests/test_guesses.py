@@ -104,9 +104,13 @@ class Session:
 class Lane:
     def __init__(self, session, left=20):
         self.session, self.left, self.fed, self.error = session, left, None, None
+        self.size, self.most_rows = 1, 32
 
     def guess(self, drafts):
-        self.fed = drafts
+        self.fed, self.size = drafts, 1 + len(drafts)
+
+    def fill(self, size):
+        self.size = size
 
     def fail(self, error):
         self.error = error
@@ -135,10 +139,10 @@ def rounds(made, clock, lanes, sizes, seconds, n):
 
 
 def learn(made, clock, lanes, row=0.05, n=12):
-    """Rounds with guesses, whose further rows cost so much each."""
-    for extra in (1, 2, 3) * n:
-        made.begin([1 + extra, *[1] * (len(lanes) - 1)])
-        clock.now += 1 + row * extra / len(lanes)
+    """Rounds with guesses, whose further rows on all lanes cost so much."""
+    for size in (2, 4, 8) * n:
+        made.begin([size] * len(lanes))
+        clock.now += 1 + row * (size - 1)
     made.begin([1] * len(lanes))
 
 
@@ -172,13 +176,27 @@ def test_guesses_are_shared_out_once_prices_are_known():
     made, lanes, clock = guesses_of(sure, unsure, silent)
     learn(made, clock, lanes)
     made.make(lanes)
-    assert [lane.fed for lane in lanes] == [[1, 2, 3], [], None]
-    assert [s.stats.parked for s in (sure, unsure, silent)] == [0, 1, 0]
+    assert [lane.fed for lane in lanes] == [[1, 2, 3], [4, 5], None]
+    assert [lane.size for lane in lanes] == [4, 4, 4], "all blocks are equally long"
+    lanes[2].most_rows, lanes[2].size = 3, 1  # where its context ends
+    made.make(lanes)
+    assert [lane.size for lane in lanes] == [2, 2, 2] and lanes[0].fed == [1]
+    made.make(lanes[:2])
+    assert [s.stats.parked for s in (sure, unsure, silent)] == [0, 0, 0]
     assert sure.told[-1] == ("offer", 1, 20), "nobody is to be asked"
     made, lanes, clock = guesses_of(sure, unsure)
     learn(made, clock, lanes, row=3.0)
     made.make(lanes)
     assert [lane.fed for lane in lanes] == [[], []]
+    assert [s.stats.parked for s in (sure, unsure)] == [1, 1]
+
+
+def test_guesses_wait_for_lanes_that_run_ahead():
+    """Blocks of unlike lengths cost more than all the rows that would make them alike."""
+    made, lanes, clock = guesses_of(Session([1, 2], [0.9, 0.9]), Session([4], [0.9]))
+    learn(made, clock, lanes)
+    made.make(lanes[:1])
+    assert lanes[0].fed is None and lanes[0].size == 1
 
 
 def test_a_price_that_keeps_guesses_out_is_forgotten_in_time():
@@ -196,7 +214,7 @@ def test_a_price_that_keeps_guesses_out_is_forgotten_in_time():
     made, lanes, clock = guesses_of(sure, Session())
     learn(made, clock, lanes, row=3.0)
     waited = 0
-    while not made.wants(sure, 3, 30):  # it runs ahead, and is asked whether to stop
+    while not stops(made, sure):
         rounds(made, clock, lanes, [1, 1], 1.0, 1)
         waited += 1
         assert waited < 2000
@@ -236,18 +254,25 @@ def test_what_one_lane_brings_about_is_its_own():
     assert isinstance(lanes[0].error, ZeroDivisionError) and lanes[1].fed == [1, 2]
 
 
-def test_a_lane_stops_running_ahead_for_guesses_that_are_worth_it():
+def test_lanes_stop_running_ahead_together_for_guesses_that_are_worth_it():
     """Guards: stopping for any guess, before prices are known, or behind the end."""
     sure, unsure = Session([1, 2, 3], [0.99] * 3), Session([1], [0.3])
     made, lanes, clock = guesses_of(sure, unsure, plain=1)
     assert made.wants(sure, 3, 30) is False and sure.told == []
     made, lanes, clock = guesses_of(sure, unsure)
     learn(made, clock, lanes)
-    assert made.wants(sure, 3, 30) is True and sure.told == [("offer", 3, 20)]
-    assert made.wants(unsure, 3, None) is False and unsure.told == [("offer", 3, None)]
-    assert sure.looked == [LOOK_EVERY, True] and unsure.looked == [LOOK_EVERY, False]
+    assert stops(made, unsure) is False and unsure.told == [("offer", 3, 20)]
+    assert stops(made, unsure, sure) is True and sure.told == [("offer", 3, 20)]
+    assert sure.looked == [LOOK_EVERY, True] and unsure.looked == [LOOK_EVERY, False] * 2
+    assert made.is_worth_stopping() is False, "that was said before the last call"
     sure.policy.looks = lambda every: False
-    assert made.wants(sure, 3, 30) is False and len(sure.told) == 1
+    assert stops(made, sure) is False and len(sure.told) == 1
+
+
+def stops(made, *sessions):
+    """Lanes over these run ahead, and are asked behind a token: whether all lanes then stop."""
+    assert [made.wants(session, 3, 30) for session in sessions] == [False] * len(sessions)
+    return made.is_worth_stopping()
 
 
 def asked(*sessions, row=0.05, **how):
@@ -277,7 +302,7 @@ def test_who_takes_time_is_asked_for_all_where_that_pays():
     assert parts[0].asked and parts[0].asked == parts[1].asked
     assert parts[0].asked[-1] == ([5, 1], 3) and lanes[0].fed == [7, 8, 9]
     assert all(lane.session.is_watched for lane in lanes)
-    assert made.wants(lanes[0].session, 3, 30) is True, "it stops for that"
+    assert stops(made, lanes[0].session) is True, "all stop for that"
     hopes = [told for told in lanes[0].session.told if told[0] == "hope"]
     assert {*hopes} == {("hope", 20)}, "as far as its limit"
     made.close()
@@ -345,11 +370,11 @@ def test_a_lane_that_ends_takes_its_drafter_along():
     made, lanes, _ = asked(session, plain)
     for _ in range(60):
         made.make(lanes)
-    assert part.asked and made.wants(session, 3, 30) is True
+    assert part.asked and stops(made, session) is True
     session.part = None
     made.make(lanes)
     session.told.clear()
-    assert made.wants(session, 3, 30) is False
+    assert stops(made, session) is False
     assert session.told == [("offer", 3, 20)], "nobody is to be asked"
 
 

@@ -9,7 +9,7 @@ from unittest.mock import Mock, patch
 
 import mlx.core as mx
 import pytest
-from oracle import TOLERANCE, engine, error, failing_layer, interrupts, prompt
+from oracle import TOLERANCE, engine, error, failing_layer, interrupts, one_of_each, prompt
 from tiny import CFG, build
 
 from ds4cli.caches import arena
@@ -23,7 +23,7 @@ from ds4cli.lanes.arm import Lanes
 from ds4cli.lanes.batch import Batch
 from ds4cli.rewind import together
 from ds4cli.rewind.timeline import Limits, Timeline
-from ds4cli.rewind.together import evaluate_together, feed_together
+from ds4cli.rewind.together import evaluate_together, feed_together, replay_together
 from ds4cli.tape.recorder import Recorder
 from ds4cli.tape.tape import Tape
 
@@ -32,6 +32,7 @@ import host_cost
 
 REFUSED = ("llama4", "deepseek_v41")
 FAMILIES = [name for name in CFG if ":" not in name and name not in REFUSED]
+BATCHES = ("qwen3_next", "mamba2", "rwkv7", "lfm2", "falcon_h1", "olmo_hybrid", "granitemoehybrid")
 PROMPTS = (21, 9, 14)
 # Per step and lane: the guesses fed beside the next token, and how many of them are kept.
 STEPS = [((0, 0),) * 3, ((2, 1), (0, 0), (3, 0)), ((1, 1),) * 3, ((0, 0), (0, 0), (2, 2))]
@@ -355,6 +356,46 @@ def test_lanes_of_a_batch_move_alone(name, arm):
         both.step(((0, 0),) * 2, which=(1, 3))
     assert calls[:5] == [3] * 5 and calls[5:8] == [4] * 3
     both.step((*STEPS[1], (0, 0)))
+
+
+@pytest.mark.parametrize("name", ["llama", *one_of_each(BATCHES)])
+def test_blocks_of_a_batch_are_cut_at_once(name, arm):
+    """Equally many rows a lane, of which each keeps its own: rows of another lane in a state, one
+    that kept all of them cut, or none of the joint replay where a guard kept others than the model
+    agreed with. Guards against a replay for each lane, too."""
+    both, replays, replay = Together(name, arm(name)), [], Tape.replay
+
+    def noted(tape, starts, rows):
+        replays.append(rows)
+        return replay(tape, starts, rows)
+
+    both.step(STEPS[0])
+    for size, kept, said, own in (
+        (4, (1, 4, 2), (1, 4, 2), 0),
+        (2, (1, 1, 2), (1, 1, 2), 0),
+        (2, (2, 2, 2), (2, 2, 2), 0),
+        (5, (5, 3, 1), (5, 3, 1), 0),
+        (4, (3, 4, 2), (4, 4, 4), 2),
+        (4, (4, 1, 3), (2, 4, 3), 2),
+        (3, (1, 2, 3), (1, 2, 3), 0),
+    ):
+        feeds = [both.feed(i, size - 1) for i in range(3)]
+        rows = feed_together(both.timelines, feeds, both.lanes)
+        evaluate_together(both.timelines, *rows)
+        replays.clear()
+        with patch.object(Tape, "replay", noted):
+            replay_together(both.timelines, said)
+            for t, n in zip(both.timelines, kept, strict=True):
+                t.commit(n)
+        assert len(replays) == (own if both.timelines[0].recorder else 0)
+        for t, feed, n in zip(both.alone, feeds, kept, strict=True):
+            t.feed(feed)
+            t.evaluate()
+            t.commit(n)
+        both.check()
+    both.step(STEPS[0])
+    both.rewind(0, both.timelines[0].pos - 3)
+    both.step(STEPS[0])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "gemma3_text"])

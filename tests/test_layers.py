@@ -383,3 +383,22 @@ def test_stacked_slots_are_undone_without_being_looked_at():
             assert own.caches[0][0].tolist() == [numbers[lanes.index(own)]]
     assert not stack.is_whole
     assert [own.hold().slots[0][0].item() for own in lanes] == [11, 12]
+
+
+def test_a_lane_is_cut_with_its_seat():
+    """Each layer's cursor was set by itself, for every lane and call with guesses; or a layer that
+    had been moved alone was moved with the others."""
+    layers = Layers([KVCache(), KVCache()])
+    read(layers, 1, 2, 3, 4, 5)
+    Seating([(0,), (1,)]).seat([layers.caches])
+    seat, before = layers.caches[0].seat, layers.caches[0].at
+    layers.hold(before_call=True)
+    layers.cut(3, [])
+    assert layers.caches[0].at == before and seat.moved == -2, "one number for all layers"
+    assert shown(layers) == [[1, 2, 3]] * 2 and layers.high(9) == 3
+    layers.stand(2, [])
+    layers.forget_redo()
+    layers.hold(before_call=True)
+    layers.caches[1].offset = 3
+    layers.cut(1, [])
+    assert [c.offset for c in layers.caches] == [1, 1] and layers.high(9) == 1

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache
 
-from ds4cli.caches.stack import Stack, StackedCache, StackedSlots
+from ds4cli.caches.stack import Stack, StackedCache, StackedSlots, stacked
 
 
 def lane(number):
@@ -104,3 +104,33 @@ def test_the_slots_of_a_moment_are_cut_out_when_somebody_looks():
     assert slots[0] is first and values(slots[1]) == [[22]] and slots[2] == [None]
     assert [values(layer) for layer in slots[1:]] == [[[22]], [None]] and len(slots) == 3
     assert [values(layer) for layer in slots] == [[[7], [8]], [[22]], [None]]
+
+
+def test_the_slots_of_all_lanes_are_those_of_a_stack_where_they_are_its_rows():
+    """When a lane had ended, the others were given the states of all there had been."""
+    layers = Stack([lane(1), lane(2), lane(3)]).layers
+    one, two, three = (StackedSlots(layers, row) for row in range(3))
+    assert stacked([one, two, three]) is layers
+    other = [cache.cache for cache in lane(5)]
+    for lanes in ([one, two], [two, three], [three, two, one], [other, two, three]):
+        found = stacked(lanes)
+        assert [values(layer) for layer in found] == [
+            [[n for x in slot for n in x[:, 0].tolist()] for slot in zip(*layer, strict=True)]
+            for layer in zip(*lanes, strict=True)
+        ]
+    fresh = StackedSlots(layers, 0)
+    assert fresh.place == (layers, 0) and fresh[0] and fresh.place is None
+    assert stacked([fresh, StackedSlots(layers, 1), StackedSlots(layers, 2)]) is not layers
+
+
+def test_slots_that_a_lane_has_already_are_known():
+    """A lane that was cut as part of a batch fell out of the stack of all."""
+    lanes = [lane(1), lane(2)]
+    stack = Stack(lanes)
+    assert StackedSlots(stack.layers, 1).are_in(lanes[1])
+    assert not StackedSlots(stack.layers, 0).are_in(lanes[1])
+    assert not StackedSlots([*stack.layers], 1).are_in(lanes[1]), "of another call"
+    assert not StackedSlots(stack.layers, 1).are_in(lane(2)), "no stack"
+    looked = StackedSlots(stack.layers, 1)
+    assert looked[0] and not looked.are_in(lanes[1])
+    assert lanes[0][0].cache and not StackedSlots(stack.layers, 1).are_in(lanes[1])

@@ -11,13 +11,16 @@ from collections.abc import Sequence
 from ds4cli.drafters.costs import DraftTimes, Mean
 from ds4cli.drafters.drafter import Drafter
 from ds4cli.drafters.policy import LEAST_PROBING, LESS_PROBING, MOST_PROBING
-from ds4cli.drafters.sharing import FIRST_GUESSES, MISSED, RoundCosts, share
+from ds4cli.drafters.rounds import SIZES, RoundCosts, best_size
 
 # Rounds after which the reading of a prompt is to be repaid, and how much one still counts after
 # the next.
 REPAID_AFTER, READING_DECAY = 16, 0.9
-# Rounds that a draft which is only tried is waited for.
-PATIENCE = 4
+# Rounds that a draft which is only tried is waited for, and what they cost: lanes that run ahead
+# stop.
+PATIENCE, MISSED = 4, 1.0
+# Tokens of the longest block to ask for before any was timed: one guess seldom pays for asking.
+FIRST_SIZE = 4
 # Per lane, the chance that its first guess is kept, its first two, ...
 Chances = Sequence[Sequence[float]]
 
@@ -81,16 +84,15 @@ class Asking:
 
     def _best(self, costs: RoundCosts, lanes: int, hopes: Chances, new: int, free: Chances) -> int:
         """Of the guesses that make more tokens in the same time than none; 0 if there are none."""
-        fed, best = share(costs, lanes, free)
-        tokens = lanes + sum(sum(own[:k]) for own, k in zip(free, fed, strict=True))
-        rows, found = lanes + sum(fed), 0
+        found, (_, best) = 0, best_size(costs, lanes, free)
         most, reading = max(map(len, hopes), default=0), new * self._reading.value / REPAID_AFTER
-        for n in range(1, most + 1 if costs.is_known else FIRST_GUESSES + 1):
-            more = [own[n - 1] for own in hopes if len(own) >= n]
-            tokens, rows = tokens + sum(more), rows + len(more)
-            takes = self.seconds(len(hopes), n) + reading
-            spent = takes / costs.plain(lanes)
-            rate = tokens / (spent + costs.cost(lanes, rows, 1))
+        for size in SIZES:
+            if size >= 2 * (1 + most) or (size > FIRST_SIZE and not costs.is_known):
+                break
+            n = min(size - 1, most)
+            tokens = lanes + sum([sum(own[:n]) for own in (*hopes, *free)])
+            spent = (self.seconds(len(hopes), n) + reading) / costs.plain(lanes)
+            rate = tokens / (spent + costs.cost(lanes, size))
             if rate > best:
                 found, best = n, rate
         return found

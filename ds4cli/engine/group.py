@@ -31,6 +31,7 @@ from ds4cli.errors import ModelError
 from ds4cli.rewind.timeline import Timeline
 from ds4cli.rewind.together import evaluate_together, feed_together, replay_together
 from ds4cli.sampling import Asked, pick_together, refuse_nan
+from ds4cli.settings import MAX_BLOCK_TOKENS
 
 # A block's tokens: the next one and guesses, or what the call before picks, (1,), not known yet.
 Feed = list[int] | mx.array
@@ -57,13 +58,15 @@ class Picks:
 
 
 class Part(NamedTuple):
-    """What a lane has of a call: its rows (k, V) are rows start .. start + k of all."""
+    """What a lane has of a call: its rows (k, V) are rows start .. start + k of all; it was fed
+    `size` tokens, of which those behind its guesses mean nothing."""
 
     drafts: list[int]
     source: str
     rows: mx.array
     picks: Picks
     start: int
+    size: int
 
     @property
     def following(self) -> mx.array:
@@ -159,17 +162,29 @@ class Lane:
         """The next block carries these."""
         self._drafts, self.size = drafts, 1 + len(drafts)
 
+    def fill(self, size: int) -> None:
+        """The next block has so many tokens: what is missing is filled up, and never kept."""
+        self.size = size
+
+    @property
+    def most_rows(self) -> int:
+        """Tokens that the next block can have before the context ends."""
+        context = self.session.engine.context_tokens
+        most = MAX_BLOCK_TOKENS
+        return most if context is None else min(most, context - self.timeline.pos)
+
     def record(self, is_fed: bool) -> None:
-        """What goes back is recorded where the session does so; else in blocks with guesses only,
-        while they are fed, and nothing of it is kept."""
-        self.timeline.recording = self._records or (is_fed and bool(self._drafts))
+        """What goes back is recorded where the session does so; else in blocks of which a part may
+        be kept, while they are fed, and nothing of it is kept."""
+        self.timeline.recording = self._records or (is_fed and self.size > 1)
 
     @property
     def feed(self) -> Feed:
         """The next block."""
         if self._open:
             return self._open[0].following
-        return [self.session.next_token(), *self._drafts]
+        first = self.session.next_token()
+        return [first, *self._drafts, *[first] * (self.size - 1 - len(self._drafts))]
 
     @property
     def left(self) -> int | None:
@@ -186,13 +201,19 @@ class Lane:
     def opened(self, rows: mx.array, picks: Picks, start: int, waits: bool) -> None:
         """The block that `feed` gave is part of a call that runs. waits: other lanes wait for it,
         so that nothing is won by running ahead."""
-        session = self.session
-        self._open.append(Part(self._drafts, session.guessed_by, rows, picks, start))
+        session, size = self.session, self.size
+        if size > 1:
+            rows = rows[: 1 + len(self._drafts)]
+        self._open.append(Part(self._drafts, session.guessed_by, rows, picks, start, size))
         session.stats.forwards += 1
         if len(self._open) == 1:
-            self._runs_ahead = not waits and not self._drafts and self._may_run_ahead()
-        if self._drafts:
+            self._runs_ahead = not waits and size == 1 and self._may_run_ahead()
+        if size > 1:
             self.guess([])
+
+    def stop_ahead(self) -> None:
+        """No block is opened on top of an open one: what the next begins with is to be known."""
+        self._runs_ahead = False
 
     def _may_run_ahead(self) -> bool:
         """Whether the oldest open block may be built on before its pick is known."""
@@ -249,7 +270,7 @@ class Lane:
                 raise
             self._group.part(error)
             return None
-        if part.drafts:
+        if part.size > 1:
             self._group.replay(part.picks)
         self._open.popleft()
         self._is_seated_anew = False
@@ -355,6 +376,9 @@ class Group:
 
     def call(self) -> None:
         """Open the next block of every lane that has no step to take, all in one model call."""
+        if self.guesses.is_worth_stopping():
+            for lane in self.lanes:
+                lane.stop_ahead()
         due = self._due()
         if self.is_apart:
             self._call_each(due)

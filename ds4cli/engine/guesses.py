@@ -1,9 +1,9 @@
 """Guesses for the lanes of a group: whose are fed, and how many, in one call for all.
 
-A lane that knows its next token offers what it can guess behind it, and rows are shared out among
-the offers (`drafters/sharing.py`). Drafters that take time, a head or a draft model, are asked for
-all lanes at once, where what they are expected to say pays. What calls and drafts cost is learnt by
-timing those that are made.
+A lane that knows its next token offers what it can guess behind it, and all lanes get blocks as
+long as pays (`drafters/rounds.py`); lanes that run ahead stop together for that. Drafters that
+take time, a head or a draft model, are asked for all lanes at once, where what they are expected to
+say pays. What calls and drafts cost is learnt by timing those that are made.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from ds4cli.drafters.asking import Asking
 from ds4cli.drafters.drafter import Drafter, Together
-from ds4cli.drafters.sharing import RoundCosts, is_worth_stopping, share
+from ds4cli.drafters.rounds import RoundCosts, best_size
 from ds4cli.errors import ModelError
 
 if TYPE_CHECKING:
@@ -78,8 +78,11 @@ class Guesses:
     ):
         self._lanes, self._warn, self._clock = lanes, warn, clock
         self._costs = RoundCosts()
-        # When the last call was made, its lanes, rows, and lengths of blocks.
-        self._round: tuple[float, int, int, int] | None = None
+        # When the last call was made, its lanes, and the tokens of the block of each.
+        self._round: tuple[float, int, int] | None = None
+        # Of lanes that run ahead, since the last call: what they could feed, if they stopped.
+        self._hopes: list[tuple[Session, list[float]]] = []
+        self._stops = False  # they do, whatever that is
         self._asked_s = 0.0  # for asking, since then
         self._askers: dict[str, _Asker] = {}
         self._unplanned = 0  # rounds since it was decided whether to ask
@@ -97,10 +100,10 @@ class Guesses:
         says what rounds cost."""
         now = self._clock()
         if self._round is not None:
-            begin, lanes, rows, lengths = self._round
-            self._costs.observe(lanes, rows, lengths, now - begin - self._asked_s)
-        is_whole = len(sizes) == len(self._lanes)
-        self._round = (now, len(sizes), sum(sizes), len({*sizes})) if is_whole else None
+            begin, lanes, size = self._round
+            self._costs.observe(lanes, size, now - begin - self._asked_s)
+        is_whole = len(sizes) == len(self._lanes) and len({*sizes}) == 1
+        self._round = (now, len(sizes), sizes[0]) if is_whole else None
         self._asked_s = 0.0
 
     def interrupt(self) -> None:
@@ -129,8 +132,8 @@ class Guesses:
                 with _failing(turn.lane):
                     turn.lane.guess(turn.lane.session.give(turn.chosen, turn.said))
         offers = [turn for turn in turns if turn.chosen is None and turn.drafts]
-        if offers and self._plain:
-            self._share_out(offers, asked_s / self._plain)
+        if offers and self._plain and len(lanes) == len(self._lanes):
+            self._share_out(offers, lanes, asked_s / self._plain)
 
     def _begun(self, lane: Lane) -> Iterator[_Turn]:
         """The lane's turn; none where it fails, or has nobody to guess."""
@@ -149,15 +152,17 @@ class Guesses:
                     turn.asked = turn.offer.k
             yield turn
 
-    def _share_out(self, turns: Sequence[_Turn], spent: float) -> None:
-        """Feed what pays. spent: for asking, in plain rounds."""
-        chances = [turn.chances for turn in turns]
-        fed, _ = share(self._costs, len(self._lanes), chances, spent)
-        if not any(fed):
+    def _share_out(self, turns: Sequence[_Turn], lanes: Sequence[Lane], spent: float) -> None:
+        """Feed what pays. lanes: all. spent: for asking, in plain rounds."""
+        chances, most = [turn.chances for turn in turns], min([lane.most_rows for lane in lanes])
+        size, _ = best_size(self._costs, len(lanes), chances, spent, most)
+        if size == 1:
             self._costs.tempt()
-        for turn, k in zip(turns, fed, strict=True):
-            turn.lane.session.stats.parked += not k
-            turn.lane.guess(turn.drafts[:k])
+        for turn in turns:
+            turn.lane.session.stats.parked += size == 1
+            turn.lane.guess(turn.drafts[: size - 1])
+        for lane in lanes:
+            lane.fill(max(size, lane.size))
 
     def _shares_out(self, session: Session) -> bool:
         """Whether it is decided here, not by the session, if guesses pay."""
@@ -166,22 +171,32 @@ class Guesses:
         return is_shared and policy.chooses and policy.runs_ahead
 
     def wants(self, session: Session, token: int, end: int | None) -> bool:
-        """Whether a lane is to stop running ahead, to feed guesses behind `token`."""
+        """Whether a lane is to stop running ahead by itself, to feed guesses behind `token`. What
+        it hopes for is part of what all lanes stop for."""
         if not self._shares_out(session):
             return session.wants(token, end)
         left = None if end is None else end - session.pos
-        if not self._plain:
-            return False
-        if self._is_asking and session.hope(left) is not None:
-            return True
-        if not session.policy.looks(LOOK_EVERY):
-            return False
-        _, chances = session.offer(token, left)
-        wanted = is_worth_stopping(self._costs, len(self._lanes), chances)
+        if self._plain and self._is_asking and session.hope(left) is not None:
+            self._stops = True
+        elif self._plain and session.policy.looks(LOOK_EVERY):
+            _, chances = session.offer(token, left)
+            self._hopes.append((session, chances[1:]))  # the first is being computed
+        return False
+
+    def is_worth_stopping(self) -> bool:
+        """Whether all lanes that run ahead are to stop, for what they have said since the last call
+        that they could feed."""
+        if not self._hopes:
+            stops, self._stops = self._stops, False
+            return stops
+        (hopes, stops), self._hopes, self._stops = (self._hopes, self._stops), [], False
+        chances = [own for _, own in hopes if own]
+        wanted = bool(chances) and best_size(self._costs, len(self._lanes), chances)[0] > 1
         if chances and not wanted:
             self._costs.tempt()
-        session.policy.saw(wanted)
-        return wanted
+        for session, own in hopes:
+            session.policy.saw(wanted and bool(own))
+        return wanted or stops
 
     # -- who takes time ---------------------------------------------------------------------------
 

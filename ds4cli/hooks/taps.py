@@ -64,15 +64,16 @@ class Taps:
 
 
 def _rows(calls: list[Any], module: nn.Module, is_input: bool) -> mx.array:
-    """The one output, or input, of a layer, without its batch axis; the first of several."""
+    """The rows of the one output, or input, of a layer, the first of several; those of a batch one
+    after the other."""
     name = f"{type(module).__module__}.{type(module).__name__}"
     if len(calls) != 1:
         raise ModelError(f"`{name}` ran {len(calls)} times in one model call, not once")
     output = calls[0][0 if is_input else 1]
     output = output[0] if isinstance(output, tuple) else output
-    if not isinstance(output, mx.array) or output.ndim != 3 or output.shape[0] != 1:
+    if not isinstance(output, mx.array) or output.ndim != 3:
         raise ModelError(f"`{name}` does not return its residual stream as one array")
-    return output[0]
+    return output[0] if output.shape[0] == 1 else output.flatten(0, 1)
 
 
 @cache

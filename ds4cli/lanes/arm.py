@@ -101,7 +101,7 @@ class Lanes:
     def batch(self, sizes: Sequence[int], caches: Sequence[list[Any]]) -> Batch | None:
         """What makes the call on so many rows of each lane as a batch; None where it is none."""
         batch = self._batch
-        if batch is None or sum(sizes) > len(sizes) or not batch.ready(caches, self._seating):
+        if batch is None or len({*sizes}) > 1 or not batch.ready(caches, self._seating):
             return None
         return batch
 
@@ -127,8 +127,8 @@ def run(
 class _Arming:
     """The way in which each class of modules runs on lanes, found by trial and proved.
 
-    places: the caches that may have an arena. has_batch: whether calls on a token of each lane may
-    be a batch's.
+    places: the caches that may have an arena. has_batch: whether calls on equally many tokens
+    of each lane may be a batch's.
     """
 
     def __init__(self, model: Any, new_caches: Callable[[], list[Any]]):
@@ -156,7 +156,7 @@ class _Arming:
         return self._own == {id(m): type(m) for m in self._model.modules()}
 
     def batch(self) -> Batch | None:
-        """What runs calls on a token of each lane; None where no batch can."""
+        """What runs calls on equally many tokens of each lane; None where no batch can."""
         if not self._has_batch:
             return None
         return Batch.of(self._model, self._new_caches(), self.places)
@@ -235,7 +235,7 @@ class _Arming:
             order = seating.seat(together)
             feeds = [texts[i][done[i] : done[i] + sizes[i]] for i in order]
             own = [together[i] for i in order]
-            if batch is not None and max(sizes) == 1 and batch.ready(own, seating):
+            if batch is not None and len({*sizes}) == 1 and batch.ready(own, seating):
                 try:
                     rows, _ = batch.call(feeds, own)
                 except Exception as error:  # whatever a model does with what it is given

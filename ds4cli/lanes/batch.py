@@ -1,5 +1,5 @@
-"""One token of every lane as a batch (lanes, 1): what mlx-lm's own batches are, over the arenas and
-over recurrent states that stay stacked.
+"""Equally many rows of every lane as a batch (lanes, rows): what mlx-lm's own batches are, over the
+arenas and over recurrent states that stay stacked.
 
 Most calls are such ones, and on a fast machine the host's part of them counts: nothing here runs
 per lane and layer, and the model's modules run as they are.
@@ -22,17 +22,21 @@ from ds4cli.lanes.table import seen_columns
 
 
 class Step:
-    """What the layers of one call share. rows, positions: of each lane in the arena, (lanes,)
-    int32; places: the positions, to index it with. end: columns that are seen."""
+    """What the layers of one call share. size: rows a lane. seats, positions: of each lane in the
+    arena, and of its first row, (lanes,) int32; places: the positions of all rows
+    (lanes, 1, size, 1), to index it with. end: columns that are seen."""
 
-    def __init__(self, positions: list[int], arena: Arena):
-        self.rows, self.positions = mx.arange(len(positions)), mx.array(positions, mx.int32)
+    def __init__(self, positions: list[int], size: int, arena: Arena):
+        self.size = size
+        self.seats, self.positions = mx.arange(len(positions)), mx.array(positions, mx.int32)
         self.places = self.positions.reshape(-1, 1, 1, 1)
-        self.end = seen_columns(max(positions) + 1, arena.columns)
+        if size > 1:
+            self.places = self.places + mx.arange(size)[:, None]
+        self.end = seen_columns(max(positions) + size, arena.columns)
         self._masks: dict[int | None, mx.array] = {}
 
     def mask(self, window: int | None = None) -> mx.array:
-        """(lanes, 1, 1, end): what each row sees, of the last `window` rows if given."""
+        """(lanes, 1, size, end): what each row sees, of the last `window` rows if given."""
         if window not in self._masks:
             column = mx.arange(self.end)
             mask = column <= self.places
@@ -53,7 +57,7 @@ class ArenaRows:
     """Stands for one layer's cache: its arena. What a model asks of it is what mlx-lm's batch
     caches answer.
 
-    offset: the positions of the rows. step: of the call that runs.
+    offset: the positions of the lanes' first rows. step: of the call that runs.
     """
 
     offset: mx.array
@@ -71,7 +75,7 @@ class ArenaRows:
         arena, places = self.arena, self.step.places
         arena.keys = keys = mx.put_along_axis(arena.keys, places, keys, axis=2)
         arena.values = values = mx.put_along_axis(arena.values, places, values, axis=2)
-        if self._has_kernel:
+        if self._has_kernel and self.step.size == 1:
             return keys, values
         end = self.step.end
         return keys[:, :, :end], values[:, :, :end]
@@ -79,16 +83,18 @@ class ArenaRows:
     def attend(self, queries: mx.array, scale: float, mask: Any) -> mx.array | None:
         """Attention by a kernel; None where there is none for it."""
         keys, values, step = self.arena.keys, self.arena.values, self.step
+        if step.size > 1:
+            return None
         if self._has_kernel is None:
             self._has_kernel = seats.fits(queries, keys, values)
         if not self._has_kernel:
             return None
         window = step.window(mask)
-        return seats.attention(queries, keys, values, step.rows, step.positions, scale, window)
+        return seats.attention(queries, keys, values, step.seats, step.positions, scale, window)
 
 
 class Batch:
-    """A model's calls on one token of each lane."""
+    """A model's calls on equally many tokens of each lane."""
 
     def __init__(self, model: Any, places: Sequence[Place], recurrent: Sequence[Place]):
         """places: of the caches that have an arena, in the order of the arenas; recurrent: of the
@@ -138,25 +144,27 @@ class Batch:
         return True
 
     def call(self, feeds: Sequence[Feed], lanes: Sequence[list[Any]]) -> tuple[mx.array, Any]:
-        """See `Lanes.call`: one call on a token of each lane."""
+        """See `Lanes.call`: one call on equally many tokens of each lane."""
         last: list[SeatedKVCache] = of_lanes(lanes, self._places[-1]) if self._places else []
+        shape = len(lanes), len(feeds[0])
         if last:
-            self._begin([cache.at + cache.seat.moved for cache in last])
-        logits = self._model(ids(feeds)[:, None], cache=self._caches)
-        if logits.shape[:2] != (len(lanes), 1):
+            self._begin([cache.at + cache.seat.moved for cache in last], shape[1])
+        logits = self._model(ids(feeds).reshape(shape), cache=self._caches)
+        if logits.shape[:2] != shape:
             raise LaneError("a batch has other rows than its lanes")
         layers = [cache.cache for cache in self.states]
         if self._stack is not None:
             self._stack.layers = layers
         for cache in last:
-            cache.seat.moved += 1
-        return logits[:, 0], layers
+            cache.seat.moved += shape[1]
+        return logits.reshape(-1, logits.shape[2]), layers
 
-    def _begin(self, positions: list[int]) -> None:
-        if max(positions) >= min([arena.keys.shape[2] for arena in self._arenas]):
+    def _begin(self, positions: list[int], size: int) -> None:
+        end = max(positions) + size
+        if end > min([arena.keys.shape[2] for arena in self._arenas]):
             for arena in self._arenas:
-                arena.reserve(max(positions) + 1)
-        step = Step(positions, self._arenas[0])
+                arena.reserve(end)
+        step = Step(positions, size, self._arenas[0])
         for rows in self._rows:
             rows.offset, rows.step = step.positions, step
 

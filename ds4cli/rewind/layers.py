@@ -16,7 +16,7 @@ from ds4cli.backend.memory import taken_bytes
 from ds4cli.caches.adapter import LayerAdapter
 from ds4cli.caches.arena import Seat, SeatedKVCache, held, put_back
 from ds4cli.caches.build import adapt, nest
-from ds4cli.caches.stack import StackedSlots
+from ds4cli.caches.stack import Stack, StackedSlots
 from ds4cli.rewind.checkpoints import Checkpoint
 from ds4cli.tape.tape import Slots
 
@@ -138,13 +138,31 @@ class Layers:
             a.seek(pos)
         self._set_slots(slots)
 
+    def cut(self, pos: int, slots: Slots) -> None:
+        """The same, and the rows above are not gone forward to again."""
+        seats = [a.cache.seat for a in self._seekable[:1] if isinstance(a.cache, SeatedKVCache)]
+        if seats and self._seated[0] is seats[0].cursors:  # all layers, and nobody moved one
+            seats[0].moved += pos - self._seekable[0].cache.offset
+            self._set_slots(slots)
+            return
+        self.stand(pos, slots)
+        self.forget_redo()
+
     def forget_redo(self) -> None:
         """Rows above the position are not gone forward to again."""
         self._seated = None, []
         for a in self._seekable:
             a.forget_redo()
 
+    @property
+    def stack(self) -> Stack | None:
+        """Where the recurrent states lie together with those of other lanes, if all do."""
+        stack = getattr(self.recurrent_caches[0], "stack", None) if self.recurrent_caches else None
+        return stack if stack is not None and stack.is_whole else None
+
     def _set_slots(self, slots: Slots) -> None:
+        if isinstance(slots, StackedSlots) and slots.are_in(self.recurrent_caches):
+            return
         for cache, layer in zip(self.recurrent_caches, slots, strict=True):
             cache.cache = [*layer]
 

@@ -21,6 +21,7 @@ from ds4cli.arrays import integers
 from ds4cli.backend import memory
 from ds4cli.caches.adapter import LayerAdapter
 from ds4cli.caches.build import build_caches
+from ds4cli.caches.stack import Stack
 from ds4cli.errors import StateError
 from ds4cli.hooks.cuda import attention, switch
 from ds4cli.hooks.last_row import LAST, Projections
@@ -362,7 +363,7 @@ class Timeline:
         block = now.open[0]
         try:
             feed = integers(block.feed) if isinstance(block.feed, mx.array) else list(block.feed)
-            if rows < len(feed):
+            if rows < len(feed) or block.replayed[0] not in (0, rows):
                 assert len(now.open) == 1, "a later block stands on the rows to be cut"
                 self._keep_first(block, rows)
             after = self._after(now, block, feed[:rows])
@@ -410,14 +411,19 @@ class Timeline:
                 self._feed_first_again(block, rows)
                 return
             slots = block.tape.replay(block.hold.slots, rows)
-        layers.stand(block.start + rows, slots)
-        layers.forget_redo()
+        layers.cut(block.start + rows, slots)
 
-    def to_replay(self, rows: int) -> tuple[Tape, Slots] | None:
-        """What `commit` of so many rows replays, and from where; None where it replays nothing."""
+    def to_replay(self) -> tuple[Tape, Slots] | None:
+        """What `commit` of a part of the oldest block replays, and from where; None where that is
+        nothing."""
         block = self._now.open[0]
-        is_cut = rows < len(block.feed) and bool(self._now.layers.recurrent)
-        return (block.tape, block.hold.slots) if is_cut and block.tape is not None else None
+        is_recurrent = bool(self._now.layers.recurrent)
+        return (block.tape, block.hold.slots) if is_recurrent and block.tape is not None else None
+
+    @property
+    def stack(self) -> Stack | None:
+        """See `Layers.stack`."""
+        return self._now.layers.stack
 
     def replayed(self, rows: int, slots: Slots) -> None:
         """`to_replay` gave that, and it led here: `commit` of so many rows need not do it again."""

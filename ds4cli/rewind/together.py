@@ -9,9 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from ds4cli.caches.stack import StackedSlots, stacked
 from ds4cli.lanes.arm import Lanes
 from ds4cli.rewind.layers import Layers
 from ds4cli.rewind.timeline import Opening, Timeline
+from ds4cli.tape.kept import UnlikeSlots
 from ds4cli.tape.tape import Slots, Tape
 
 Feed = list[int] | mx.array
@@ -60,7 +62,7 @@ def _call(
         layers.append(timeline.before_call(rows, layers))
     caches = [own.caches for own in layers]
     recorder = first.recorder if record and layers[0].recurrent else None
-    is_plain = not last and first.taps is None and (recorder is None or recorder.sizes.row > 0)
+    is_plain = not last and (recorder is None or recorder.sizes.row > 0)
     batch = lanes.batch(sizes, caches) if is_plain else None
     tapes: list[Tape | None] = [None] * len(timelines)
     noted: list[mx.array] = []
@@ -111,14 +113,38 @@ def evaluate_together(timelines: Sequence[Timeline], *arrays: mx.array, wait: bo
 
 
 def replay_together(timelines: Sequence[Timeline], rows: Sequence[int]) -> None:
-    """Before each timeline commits so many rows of its oldest block: what is replayed for that, of
-    all where they are equally many in one go."""
+    """Before each timeline commits so many rows of its oldest block: what is replayed for that. Of
+    lanes that were a batch in one go, else of all where they are equally many."""
+    due = [timeline.to_replay() for timeline in timelines]
+    parts = [(t, n, *own) for t, n, own in zip(timelines, rows, due, strict=True) if own]
+    cut = [(t, n, tape, starts) for t, n, tape, starts in parts if n < tape.rows]
+    if not cut or (len(parts) == len(timelines) and _replay_batch(parts)):
+        return
     by_rows: dict[int, list[tuple[Timeline, Tape, Slots]]] = {}
-    for timeline, n in zip(timelines, rows, strict=True):
-        due = timeline.to_replay(n)
-        if due is not None:
-            by_rows.setdefault(n, []).append((timeline, *due))
+    for timeline, n, tape, starts in cut:
+        by_rows.setdefault(n, []).append((timeline, tape, starts))
     for n, due_parts in by_rows.items():
-        owners, tapes, starts = zip(*due_parts, strict=True)
-        for timeline, slots in zip(owners, Tape.replay_all(tapes, starts, n), strict=True):
+        owners, tapes, starts_each = zip(*due_parts, strict=True)
+        for timeline, slots in zip(owners, Tape.replay_all(tapes, starts_each, n), strict=True):
             timeline.replayed(n, slots)
+
+
+def _replay_batch(parts: Sequence[tuple[Timeline, int, Tape, Slots]]) -> bool:
+    """Whether the lanes were one batch, and their states, which lie in one stack, were moved."""
+    stack, whole = parts[0][0].stack, parts[0][2].whole
+    if stack is None or whole is None or len(parts) != stack.lanes:
+        return False
+    if any([t.stack is not stack or tape.whole is not whole for t, _, tape, _ in parts]):
+        return False
+    by_lane = sorted(parts, key=lambda part: part[2].lane)
+    try:
+        moved = whole.replay_each(
+            stacked([own for *_, own in by_lane]), [n for _, n, *_ in by_lane]
+        )
+    except UnlikeSlots:
+        return False
+    stack.layers = list(moved)
+    for timeline, n, tape, _ in parts:
+        if n < tape.rows:
+            timeline.replayed(n, StackedSlots(stack.layers, tape.lane))
+    return True

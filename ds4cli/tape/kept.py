@@ -7,6 +7,10 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 
+class UnlikeSlots(ValueError):
+    """Lanes that keep unlike numbers of rows have slots of unlike lengths then."""
+
+
 class Kept:
     """How many of its first rows each lane of a batch keeps, for the tracks that are replayed to
     there. They are numbers in arrays, so that the graph of a replay is the same for all of them;

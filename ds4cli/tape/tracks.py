@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ds4cli.backend.memory import taken_bytes
 from ds4cli.hooks.cuda.rows import joined
-from ds4cli.tape.kept import Kept
+from ds4cli.tape.kept import Kept, UnlikeSlots
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -124,13 +124,16 @@ class Track:
     ) -> list[mx.array]:
         """The same of a batch, of data and slots (lanes, ...): each lane after the rows it keeps.
 
-        Default: lane by lane.
+        Default: lane by lane. UnlikeSlots where they become of unlike lengths.
         """
         lanes = []
         for i, rows in enumerate(kept.rows):
             own = [None if start is None else start[i : i + 1] for start in starts]
             lanes.append(cls.replay([t.of(i) for t in tracks], own, rows))
-        return [mx.concatenate([*slots]) for slots in zip(*lanes, strict=True)]
+        found = [*zip(*lanes, strict=True)]
+        if any([x.shape != slots[0].shape for slots in found for x in slots]):
+            raise UnlikeSlots
+        return [mx.concatenate([*slots]) for slots in found]
 
 
 @dataclass
