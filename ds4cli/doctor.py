@@ -46,7 +46,7 @@ def run(settings: Settings, reset_costs: bool = False, report: Path | None = Non
 
 def _report(settings: Settings, path: Path) -> int:
     """Measure what this machine does, into a file that can be sent: none of the user's texts."""
-    files.write_text(path, "")  # before anything is measured
+    files.refuse_unwritable(path)  # before anything is measured
     engine = generate.load_engine(settings, quiet=True, shares=False)
     from ds4cli.bench import doctor as measurements
 

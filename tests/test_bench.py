@@ -340,7 +340,7 @@ def test_a_run_is_written_compared_and_drawn(hybrid_folder, tmp_path):
     assert data["environment"]["cache_kinds"] and data["rows"][0]["samples"]
     same = run(*again, "--compare", old, "--tolerance", 1000, "--plot", tmp_path / "x.svg")
     assert same.exit_code == 0, same.stderr
-    assert "now / before" in same.stdout and "### rewind, context 40" in same.stdout
+    assert "\n\n| scenario | case" in same.stdout and "### rewind, context 40" in same.stdout
     for r in data["rows"]:
         r["samples"] = [s / 1e6 for s in r["samples"]]
     old.write_text(json.dumps(data))
@@ -391,18 +391,36 @@ def test_ctrl_c_ends_a_run_with_130(hybrid_folder, monkeypatch):
     assert (result.exit_code, result.stdout) == (130, "") and "stopped" in result.stderr
 
 
+def test_where_output_goes_is_tried_and_stays(tmp_path):
+    """Guards: an earlier report that is gone when a run is stopped; an empty one in its place."""
+    old, new = tmp_path / "old.md", tmp_path / "new.md"
+    old.write_text("earlier")
+    bench.BenchRequest(output=old, plot=tmp_path / "x.svg")
+    bench.BenchRequest(output=new)
+    assert [path.name for path in tmp_path.iterdir()] == ["old.md"]
+    assert old.read_text() == "earlier"
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["rewnd"], "did you mean `rewind`"),
-        (["-o", "xml"], "`-o` cannot be `xml`"),
+        (["-o", "xml"], "`--format` cannot be `xml`"),
         (["--plot", "x.gif"], "--plot"),
+        (["--plot", "./missing/x.svg"], "cannot write `missing/x.svg`"),
+        (["--output", "./missing/x.md"], "cannot write `missing/x.md`: no such file"),
+        (["--compare", "missing.json"], "cannot read `missing.json`"),
+        (["--trace", "missing.jsonl"], "cannot read `missing.jsonl`"),
         (["--context", "a"], "--context"),
+        (["--context", "8,0"], "`--context` cannot be `8, 0`"),
+        (["-r", "0"], "`--num-trials` cannot be `0`"),
+        (["--context", "20,50", "--depth", "8,50"], "`--depth` cannot be `50`"),
         (["--matrix", "missing.toml"], "cannot read `missing.toml`"),
         (["--temp", "1"], "unknown option `--temp`"),
     ],
 )
 def test_bad_usage_is_found_before_anything_is_loaded(args, message):
-    """Guards: minutes of loading before a typing mistake is found; flags without effect."""
+    """Guards: minutes of loading before a typing mistake is found, or of measuring, and the result
+    is lost; flags without effect, as a depth that no context has."""
     result = run("-m", "./missing", *args)
     assert result.exit_code == 2 and message in result.stderr, result.stderr

@@ -293,9 +293,10 @@ def test_a_bad_matrix_is_refused(tmp_path, text, message):
 
 def test_lists_of_numbers():
     """Guards: a mistyped list is taken for something else."""
-    assert matrix.numbers("8,64", "--depth") == (8, 64) and matrix.numbers(None, "--depth") is None
+    assert matrix.numbers("8,64", "distances") == (8, 64)
+    assert matrix.numbers(None, "distances") is None
     with pytest.raises(UsageError, match="--depth"):
-        matrix.numbers("8;64", "--depth")
+        matrix.numbers("8;64", "distances")
 
 
 def test_the_agents_trace_has_the_sizes_that_users_report():

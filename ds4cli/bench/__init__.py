@@ -8,12 +8,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds4cli import settings as options
 from ds4cli import signals, terminal
-from ds4cli.bench import files, machine, measure, plot, report
+from ds4cli.bench import files, machine, measure, plot, report, trace
 from ds4cli.bench.matrix import Matrix, numbers
 from ds4cli.bench.matrix import read as read_matrix
 from ds4cli.bench.scenarios import SCENARIOS, scenario
@@ -57,16 +58,30 @@ class BenchRequest:
                 raise UsageError(f"there is no scenario `{name}`", hint or f"choose from {known}")
         if self.form not in report.FORMATS:
             known = ", ".join(report.FORMATS)
-            raise UsageError(f"`-o` cannot be `{self.form}`", f"choose from {known}")
-        if self.plot is not None:
-            plot.refuse_suffix(self.plot)
+            raise UsageError(f"`--format` cannot be `{self.form}`", f"choose from {known}")
+        for path, refuse in (
+            (self.plot, plot.refuse),
+            (self.output, files.refuse_unwritable),
+            (self.trace, trace.read),
+        ):
+            if path is not None:
+                refuse(path)
+        _ = self.earlier  # read now, or refused
+
+    @cached_property
+    def earlier(self) -> report.Report | None:
+        """What to compare with, as it was before this run."""
+        return report.read(self.compare) if self.compare else None
 
 
 def sizes(path: Path | None, quick: bool, given: dict[str, Any]) -> Matrix:
     """The matrix of one run; `given` holds the flags, None where one was not given."""
-    flags = {"contexts": "--context", "distances": "--depth"}
-    lists = {name: numbers(given[name], flag) for name, flag in flags.items()}
-    return read_matrix(path, quick=quick, given={**given, **lists})
+    lists = {name: numbers(given[name], name) for name in ("contexts", "distances")}
+    matrix = read_matrix(path, quick=quick, given={**given, **lists})
+    longest = max(matrix.contexts)
+    if too_deep := [d for d in lists["distances"] or () if d >= longest]:
+        raise UsageError(f"`--depth` cannot be `{too_deep[0]}`", f"`--context` is {longest}")
+    return matrix
 
 
 def settings_for(chosen: Settings) -> Settings:
@@ -80,7 +95,6 @@ def run(engine: Engine, request: BenchRequest) -> int:
     """Measure or check, print, compare. Returns the exit code."""
     from ds4cli.bench.lab import Lab
 
-    old = report.read(request.compare) if request.compare else None
     lab = Lab(engine, request.matrix, trace=request.trace)
     before = machine.doubts()
     try:
@@ -93,7 +107,7 @@ def run(engine: Engine, request: BenchRequest) -> int:
     _write(report.FORMATS[request.form](found), request.output)
     _draw(found.rows, request)
     failed = _failures(found, request, engine.settings)
-    worse = old is not None and _compared(old, found, request)
+    worse = request.earlier is not None and _compared(request.earlier, found, request)
     return 1 if failed or worse else 0
 
 
@@ -160,8 +174,13 @@ def _compared(old: report.Report, new: report.Report, request: BenchRequest) -> 
             f"`{request.compare}` has no row in common with this run",
             "repeat what it measured: the same scenarios and contexts",
         )
-    is_data = request.output is None and request.form != "md"  # stdout belongs to a program
-    (terminal.show if is_data else terminal.write)(report.changes(changes))
+    shown = report.changes(changes)
+    if request.output is not None:
+        terminal.write(shown)
+    elif request.form == "md":
+        terminal.write(f"\n{shown}")  # right behind a line it would be no table
+    else:
+        terminal.show(shown)  # stdout belongs to a program
     return any(change.is_worse for change in changes)
 
 

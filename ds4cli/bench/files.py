@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ds4cli.errors import UsageError
@@ -18,10 +20,25 @@ def read_text(path: Path) -> str:
         raise UsageError(f"`{path}` is not UTF-8 text") from None
 
 
+def refuse_unwritable(path: Path) -> None:
+    """UsageError if `path` cannot be written; what is there stays, and what is not there, too."""
+    is_new = not path.exists()
+    with _writing(path), path.open("ab"):
+        pass
+    if is_new:
+        path.unlink()
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path`. UsageError if that is impossible."""
-    try:
+    with _writing(path):
         path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UsageError(f"cannot write `{path}`: {reason}") from None

@@ -13,6 +13,11 @@ from ds4cli.bench.files import read_text
 from ds4cli.errors import UsageError
 from ds4cli.settings import nearest
 
+FLAGS = {
+    "contexts": "--context", "distances": "--depth", "num_trials": "--num-trials",
+    "scale": "--scale",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Matrix:
@@ -59,12 +64,12 @@ class Matrix:
         )
 
 
-def _refuse_bad(name: str, value: Any) -> None:
+def _refuse_bad(name: str, value: Any, shown_as: str = "") -> None:
     values = value if isinstance(value, tuple) else (value,)
     kinds, lowest = ((int, float), 1e-6) if name == "scale" else ((int,), name != "warmup")
     if not values or not all(type(v) in kinds and v >= lowest for v in values):
         shown = ", ".join(map(str, values))
-        raise UsageError(f"`{name}` cannot be `{shown}`", "it wants numbers above zero")
+        raise UsageError(f"`{shown_as or name}` cannot be `{shown}`", "it wants numbers above zero")
 
 
 def read(path: Path | None, *, quick: bool, given: dict[str, Any]) -> Matrix:
@@ -77,6 +82,8 @@ def read(path: Path | None, *, quick: bool, given: dict[str, Any]) -> Matrix:
             raise UsageError(f"unknown key `{key}` in `{path}`", nearest(key, known))
     lists = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
     chosen = {k: v for k, v in given.items() if v is not None}
+    for name, value in chosen.items():
+        _refuse_bad(name, value, FLAGS[name])
     return replace(base, **{**lists, **chosen})
 
 
@@ -87,11 +94,12 @@ def _table(path: Path) -> dict[str, Any]:
         raise UsageError(f"`{path}` is not valid TOML: {error}") from None
 
 
-def numbers(text: str | None, flag: str) -> tuple[int, ...] | None:
-    """`512,4095` -> (512, 4095)."""
+def numbers(text: str | None, name: str) -> tuple[int, ...] | None:
+    """`512,4095` -> (512, 4095); `name` is the field that it is for."""
     if text is None:
         return None
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UsageError(f"`{flag}` wants whole numbers with commas, not `{text}`") from None
+        message = f"`{FLAGS[name]}` wants whole numbers with commas, not `{text}`"
+        raise UsageError(message) from None

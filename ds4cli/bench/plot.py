@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ds4cli.bench import files
 from ds4cli.bench.measure import Row
 from ds4cli.bench.report import amount
 from ds4cli.errors import UsageError
@@ -19,10 +20,11 @@ COLOURS = {"reuse": "#0072b2", "rebuild": "#d55e00"}  # told apart by colour-bli
 BAR = 40
 
 
-def refuse_suffix(path: Path) -> None:
-    """UsageError for a picture of a kind that is not made."""
+def refuse(path: Path) -> None:
+    """UsageError for a picture of a kind that is not made, or where none can be written."""
     if path.suffix not in SUFFIXES:
         raise UsageError(f"`--plot` cannot write `{path}`", f"use {' or '.join(SUFFIXES)}")
+    files.refuse_unwritable(path)
 
 
 def _is_shown(row: Row) -> bool:
