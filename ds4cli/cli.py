@@ -10,6 +10,7 @@ import contextlib
 import errno
 import gc
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -35,6 +36,24 @@ NO_MEMORY = (
     "out of memory", "insufficient memory", "cannot allocate memory", "unable to allocate",
     "bad_alloc", "resource temporarily unavailable",
 )  # fmt: skip
+# What Typer says of usage, in our words.
+_VALUE = r"Invalid value for '(.*?)'.*: Input should be a valid "
+SAID = (
+    (r"Got unexpected extra argument\(s\) \((.*)\)", r"nothing takes `\1`"),
+    (rf"{_VALUE}number\b.*", r"`\1` wants a number"),
+    (rf"{_VALUE}integer\b.*", r"`\1` wants a whole number"),
+    (r"Option '(.*)' requires an argument\.", r"`\1` wants a value"),
+    (r"Option '(.*)' does not take a value\.", r"`\1` takes no value"),
+    (
+        r"No such command '(.*)'\. Did you mean '(.*)'\?",
+        r"there is no command `\1`: did you mean `\2`?",
+    ),
+    (r"No such command '(.*)'\.", r"there is no command `\1`"),
+)
+WORDS_HINTS = {
+    "generate": "a prompt of several words stands in quotes",
+    "chat": "a message is typed once it runs; `ds4cli generate` takes one here",
+}
 # The reader has gone, the disk is full, standard output is closed.
 OUTPUT_ERRORS = errno.EPIPE, errno.ENOSPC, errno.EBADF
 
@@ -114,6 +133,10 @@ def _explain_usage(error: TyperException) -> int:
     ctx = getattr(error, "ctx", None)
     hint = f"see `{ctx.command_path} --help`" if ctx is not None else None
     message = error.format_message()
+    if message.startswith("Got unexpected extra") and ctx is not None:
+        hint = WORDS_HINTS.get(ctx.info_name, hint)
+    for theirs, ours in SAID:
+        message = re.sub(theirs, ours, message, flags=re.DOTALL)
     option = getattr(error, "option_name", None)
     if option is not None and hasattr(error, "possibilities"):
         message = f"unknown option `{option}`"

@@ -115,8 +115,10 @@ BAD_INPUT = [
     (["hi", "--temp", "-1"], "`--temp` cannot be `-1`"),
     (["hi", "--max-tokens", "0"], "`--max-tokens`"),
     (["hi", "--tempp", "1"], "unknown option `--tempp`"),
-    (["hi", "--temp"], "'--temp' requires an argument"),
-    (["hi", "extra"], "extra"),
+    (["hi", "--temp"], "`--temp` wants a value"),
+    (["hi", "--json=1"], "`--json` takes no value"),
+    (["hi", "--logprobs", "1.5"], "`--logprobs` wants a whole number"),
+    (["hi", "extra"], "nothing takes `extra`"),
     (["hi", "--raw", "--system", "x"], "contradict"),
     (["hi", "--raw", "--think"], "contradict"),
     (["hi", "--drafter", "none", "--draft-model", "x"], "contradict"),
@@ -146,6 +148,25 @@ def test_bad_input_is_one_line_exit_2_and_loads_nothing(engine, args, message):
     error, *hints = result.stderr.splitlines()
     assert error.startswith("error: ") and message in error
     assert len(hints) <= 1 and all(hint.startswith("hint: ") for hint in hints)
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "hint"),
+    [
+        (["generate", "hi", "there", "you"], "nothing takes `there you`", "stands in quotes"),
+        (["chat", "hi"], "nothing takes `hi`", "`ds4cli generate` takes one here"),
+        (["models", "x"], "nothing takes `x`", "see `ds4cli models --help`"),
+        (["genrate"], "there is no command `genrate`: did you mean `generate`?", "--help"),
+        (["zzz"], "there is no command `zzz`", "--help"),
+        (["rewind-bench", "--tolerance", "x"], "`--tolerance` wants a number", "--help"),
+        (["rewind-bench", "-r", "x"], "`--num-trials` wants a whole number", "--help"),
+    ],
+)
+def test_what_typer_says_of_usage_is_in_our_words(words, error, hint):
+    """Guards: `Input should be a valid number, unable to parse string as a number`."""
+    result = CliRunner().invoke(app, words, prog_name="ds4cli")
+    first, second = result.stderr.splitlines()
+    assert result.exit_code == 2 and first == f"error: {error}" and hint in second
 
 
 def test_no_prompt_on_a_terminal(engine):
