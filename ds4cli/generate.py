@@ -474,10 +474,18 @@ def print_end(
         writer.end()
     else:
         _print_text(request, completion, writer)
-    if completion.note and not request.quiet:
+    if request.quiet:
+        return
+    if completion.note:
         terminal.note(completion.note)
-    if engine.settings.stats and not request.quiet:
+    elif completion.finish_reason == "length" and not request.as_json:
+        terminal.note(_why_cut(engine.settings.max_tokens, session.stats.generated_tokens))
+    if engine.settings.stats:
         terminal.note(terminal.stats_line(session.stats, peak_bytes(), terminal.width()))
+
+
+def _why_cut(most: int, written: int) -> str:
+    return f"cut at `--max-tokens {most}`" if 0 < most <= written else "cut: the context is full"
 
 
 def _print_text(

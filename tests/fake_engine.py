@@ -64,6 +64,7 @@ class FakeSession:
     """One scripted reply."""
 
     limit = 100
+    ended_by = "stop"
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
@@ -95,4 +96,4 @@ class FakeSession:
                 return
             self.stats.generated_tokens += 1
             yield SimpleNamespace(tokens=[1], text=piece, finish_reason=None)
-        yield SimpleNamespace(tokens=[], text="", finish_reason="stop", **ENDED)
+        yield SimpleNamespace(tokens=[], text="", finish_reason=self.ended_by, **ENDED)

@@ -50,6 +50,19 @@ def test_the_demo_model_says_what_it_is():
     assert "demo" not in run("Hi").stderr
 
 
+def test_a_reply_that_was_cut_says_so(engine, monkeypatch):
+    """Guards: an empty line for an answer, where its reasoning took all the tokens there were."""
+    written = len(engine.pieces)
+    assert "cut" not in run("Hi").stderr
+    monkeypatch.setattr(FakeSession, "ended_by", "length")
+    assert run("Hi", "-n", f"{written}").stderr.endswith(f"cut at `--max-tokens {written}`\n")
+    for most in (written + 1, -1):
+        assert run("Hi", "-n", f"{most}").stderr.endswith("cut: the context is full\n")
+    for silent in ("-q", "--json"):
+        assert "cut" not in run("Hi", "-n", "1", silent).stderr
+    assert not run("Hi", "-n", "1", "--stats").stderr.endswith("`\n"), "statistics come last"
+
+
 def test_the_collector_of_cycles_does_not_walk_what_is_kept_for_going_back():
     """It ran every dozen tokens, for nothing, as soon as a reply was recorded."""
     before = gc.get_threshold()
