@@ -75,7 +75,8 @@ def said(arguments) -> dict:
 
 
 BAD_LINES = {
-    b"oops": "not JSON",
+    b"oops": "not JSON: Expecting value, at character 1",
+    b'{"prompt": "a"\n': "not JSON: Expecting ',' delimiter, at character 16",
     b"[1]": "not a JSON object",
     b"\xff": "not UTF-8",
     b"[" * 100_000: "not JSON",
@@ -649,6 +650,7 @@ def test_a_stream_gets_lines_in_input_order():
 
     items, out = items_of(3), Slow()
     results = StreamResults(out)
+    assert results.resume_hint == "", "a pipe cannot be gone on with"
     assert [results.expect(item) for item in items] == [False] * 3
     for i in (2, 0, 1):
         results.put(items[i], answer(items[i]))

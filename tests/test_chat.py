@@ -501,6 +501,8 @@ def test_a_full_context_is_said_before_the_reply(hybrid_folder, capsys):
     """Guards: silently dropped turns, or a crash, when the context is full."""
     engine = talk.load(hybrid_folder)
     engine.context_tokens = 70
+    talk.chat(engine).take("x" * 100)
+    assert "hint: shorten it" in capsys.readouterr().err, "there is nothing to undo"
     chat = talk.chat(engine, "hello there")
     chat.take("x" * 100)
     message = capsys.readouterr().err

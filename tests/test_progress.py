@@ -103,6 +103,7 @@ def test_a_terminal_has_a_bar_that_goes_away(clock, monkeypatch):
     monkeypatch.setattr(terminal, "note", lambda line: pytest.fail(line))
     tally = Tally()
     with BatchProgress(tally, 4, True) as progress:
+        assert "0/4 done \x1b" in screen.getvalue(), "before the first answer, which may take long"
         tally.answered = 3
         progress.update()
         (task,) = progress._bar.tasks

@@ -252,6 +252,8 @@ class Desk:
 class Results:
     """done: numbers that an earlier run has answered."""
 
+    resume_hint = "so it goes on"
+
     def __init__(self, done=()):
         self.done, self.lines = set(done), {}
 
@@ -450,6 +452,7 @@ def test_fail_fast_begins_no_line_after_a_failure():
     with pytest.raises(DS4Error) as raised:
         runner(desk, blocks, results, fail_fast=True)
     assert raised.value.message == "stopped at line 2, which failed"
+    assert raised.value.hint == "so it goes on"
     assert sorted(results.lines) == [1, 2] and not desk.is_open
 
 

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from ds4cli.structured.wanted import Wanted
     from ds4cli.tools import Tool
 
-RESUME_HINT = "go on with the same command and `--resume`"
-
 
 @dataclass(frozen=True)
 class BatchRequest:
@@ -150,7 +148,7 @@ def _answer(
                 runner.run(blocks, progress)
         except Interrupted:
             _say(request, f"stopped: {progress.summary()}")
-            _say(request, RESUME_HINT if results.is_file else "")
+            _say(request, results.resume_hint)
             return terminal.EXIT_INTERRUPTED
     unused = results.finish()
     _say(request, progress.summary())

@@ -116,6 +116,8 @@ def answer_lines(
 class Given:
     """Results as they go to rank 0, which writes them."""
 
+    resume_hint = ""
+
     def __init__(self, group: Following, tally: Tally):
         self._group, self._tally = group, tally
         self._told = dict.fromkeys(COUNTS, 0)

@@ -59,7 +59,7 @@ class BatchProgress:
     def __enter__(self) -> BatchProgress:
         if self._show and terminal.is_animated():
             self._bar = _bar()
-            self._bar.add_task("", total=self._total)
+            self._bar.add_task(self.words(), total=self._total)
             self._bar.start()
         return self
 

@@ -149,6 +149,8 @@ def _line(raw: bytes, plain: bool) -> dict[str, Any]:
         return {"prompt": text.rstrip("\r\n")}
     try:
         line = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"not JSON: {error.msg}, at character {error.pos + 1}") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"not JSON: {error}") from None
     if not isinstance(line, dict):

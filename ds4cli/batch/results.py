@@ -37,7 +37,7 @@ RESUME_HINT = "what is done stays: when it can be written, run the same command 
 class StreamResults:
     """Results to a pipe or a device. What is finished before its turn is held in memory."""
 
-    is_file = False
+    resume_hint = ""
 
     def __init__(self, stream: BinaryIO):
         self._stream = stream
@@ -90,7 +90,7 @@ def waiting_of(path: Path) -> Path:
 class FileResults:
     """Results in a file."""
 
-    is_file = True
+    resume_hint = "go on with the same command and `--resume`"
 
     def __init__(self, path: Path, resume: bool, force: bool):
         self.path = path

@@ -179,10 +179,8 @@ class Runner:
         if self.cancel():
             raise Interrupted("stopped")
         if self._failed is not None:
-            raise DS4Error(
-                f"stopped at line {self._failed.number}, which failed",
-                "go on with the same command and `--resume`",
-            )
+            where = f"line {self._failed.number}"
+            raise DS4Error(f"stopped at {where}, which failed", self.results.resume_hint)
 
     # -- what is to be done -----------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from ds4cli.rewind.plan import RewindReport
 from ds4cli.settings import Settings
 from ds4cli.structured.asked import from_settings
 from ds4cli.text.reasoning import Markers, Piece, ReasoningSplitter, opens_thinking
+from ds4cli.text.tokenizer import SHORTEN_HINT
 from ds4cli.tokens import common_prefix
 
 if TYPE_CHECKING:
@@ -169,7 +170,9 @@ class Conversation:
         if context is not None and tokens >= context:
             raise UsageError(
                 f"the context is full: this makes `{tokens}` tokens, the model reads `{context}`",
-                "make room with /undo [n], /rewind TURN or /clear",
+                "make room with /undo [n], /rewind TURN or /clear"
+                if self.line.turns
+                else SHORTEN_HINT,
             )
 
     @property

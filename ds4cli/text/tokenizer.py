@@ -19,6 +19,7 @@ from ds4cli.text.reasoning import Markers, find_markers, template_text
 
 # More than tokens stand for in any text but one of endless spaces.
 CHARS_PER_TOKEN = 32
+SHORTEN_HINT = "shorten it, or use a model with a longer context"
 # Where `decode` and `_decode` are written that add nothing to what the tokenizer's library makes of
 # ids: transformers 5, and 4.
 DIRECT = (
@@ -209,7 +210,7 @@ class Vocabulary:
             raise UsageError(
                 f"the prompt has `{len(text)}` characters, this model reads at most "
                 f"`{self.context_tokens}` tokens",
-                "shorten it, or use a model with a longer context",
+                SHORTEN_HINT,
             )
 
     def check_context(self, tokens: int) -> None:
@@ -218,7 +219,7 @@ class Vocabulary:
             raise UsageError(
                 f"the prompt has `{tokens}` tokens, this model reads at most "
                 f"`{self.context_tokens}`",
-                "shorten it, or use a model with a longer context",
+                SHORTEN_HINT,
             )
 
 
