@@ -6,14 +6,16 @@ python examples/batch_speed.py MODEL --drafts [--copy] [--drafter NAME] [--lanes
 
 Each row is so many prompts of unlike lengths, read and answered to their end, by sessions that are
 stepped together and by `mlx_lm.batch_generate` on the same weights, in turns in one process. With
-`--drafts` it is sessions with guesses and the same without, and only the writing is timed; with
-`--copy` every prompt is to repeat a passage. The last two columns count the texts that are what
-each of the two says to that prompt alone.
+`--drafts` it is sessions with guesses and the same without, and only the writing is timed. With
+`--copy` these are lines that are to be copied, half of them with an edit, four a lane: they end by
+themselves, and the next one takes the lane. No turn guesses from what another one wrote. The last
+two columns count the texts that are what each of the two says to that prompt alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import time
@@ -41,6 +43,17 @@ STORY = (
     "while two white boats carry bread and apples to the market behind the tall grey tower"
 )
 
+RECORD: dict[str, list] = {
+    "name": ["lamp", "chair", "table", "window"],
+    "color": ["red", "blue", "green", "white"],
+    "price": [12, 35, 60, 84],
+    "rooms": [["kitchen", "garden"], ["garden", "bridge", "tower"], ["market", "kitchen", "river"]],
+    "size": [3, 18, 27, 41],
+    "city": ["Oslo", "Lima", "Rome", "Paris"],
+    "year": [1951, 1978, 2003, 2019],
+    "owner": ["Anna", "Ben", "Eva"],
+}
+
 
 def prompts(engine: Engine, n: int, own: int, shared: int, seed: int) -> Texts:
     """n prompts: `shared` tokens that all begin with, then half to one and a half times `own`."""
@@ -50,18 +63,30 @@ def prompts(engine: Engine, n: int, own: int, shared: int, seed: int) -> Texts:
     return [common + text.take(size, at=draw.randrange(10**6)) for size in sizes]
 
 
-def copies(engine: Engine, n: int, own: int, seed: int) -> Texts:
-    """n prompts that ask for half to one and a half times `own` tokens of plain words again."""
-    words, draw, found = STORY.split(), random.Random(seed), []
-    for _ in range(n):
-        size, passage = draw.randint(max(1, own // 2), own * 3 // 2), ""
-        while len(engine.encode(passage)) < size:
-            passage = f"{passage} {draw.choice(words)}".strip()
-        said = f"Repeat this text: {passage}"
-        is_chat = engine.tokenizer.has_chat_template
-        message = {"role": "user", "content": said}
-        found.append(engine.render([message]) if is_chat else engine.encode(said))
-    return found
+def copies(engine: Engine, n: int, seed: int) -> Texts:
+    """n lines that ask for a text or a record of 10 to 80 tokens again, every other one with an
+    edit."""
+    draw = random.Random(seed)
+    asked = [_edit(draw) if i % 2 else _again(draw) for i in range(n)]
+    if not engine.tokenizer.has_chat_template:
+        return [engine.encode(said) for said in asked]
+    return [engine.render([{"role": "user", "content": said}]) for said in asked]
+
+
+def _again(draw: random.Random) -> str:
+    words = STORY.split()
+    size = draw.randint(12, len(words))
+    start = draw.randrange(len(words) - size + 1)
+    return f"Repeat this text: {' '.join(words[start : start + size])}"
+
+
+def _edit(draw: random.Random) -> str:
+    record = {key: draw.choice(values) for key, values in RECORD.items()}
+    kept = draw.sample([*record], draw.randint(5, len(record)))
+    key = draw.choice(kept)
+    value = draw.choice([v for v in RECORD[key] if v != record[key]])
+    shown = json.dumps({name: record[name] for name in kept})
+    return f'Change the value of "{key}" to {json.dumps(value)} in this JSON: {shown}'
 
 
 class Ours:
@@ -83,27 +108,43 @@ class Ours:
         session.sync(prompt)
         return [t for event in session.stream(max_tokens=tokens, stop=[]) for t in event.tokens]
 
-    def together(self, prompts: Texts, tokens: int) -> Texts:
+    def together(self, prompts: Texts, tokens: int, lanes: int) -> Texts:
+        """The answers, so many of them written at a time."""
         reader, group = self._session(), self._group
+        self.engine.corpus.clear()  # no guesses from an earlier turn
         few = Limits(MAX_BLOCK_TOKENS, reader.limits.budget_bytes, reader.limits.chunk_tokens)
         common = min(common_prefix(prompts[0], prompt[:-1]) for prompt in prompts)
         reader.sync(prompts[0][:common])
-        sessions = [reader.fork(few) for _ in prompts]
+        waiting, written, texts, read_s = [*prompts], {}, [], 0.0
+        begin = time.perf_counter()
+        try:
+            while waiting or group.lanes:
+                free = waiting[: lanes - len(group.lanes)]
+                if free:
+                    waiting, began = waiting[len(free) :], time.perf_counter()
+                    for session in self._read([reader.fork(few) for _ in free], free):
+                        texts.append([])
+                        written[group.join(session, max_tokens=tokens, stop=[])] = texts[-1]
+                    session, read_s = None, read_s + time.perf_counter() - began
+                group.call()
+                for lane in [lane for lane in written if lane.has_step]:
+                    written[lane] += next(lane.events).tokens
+                    if lane not in group.lanes:
+                        lane.events.close()
+                        del written[lane]
+                lane = None  # one that has ended is to give its seat back
+        finally:
+            for lane in written:
+                group.leave(lane)
+        self.seconds = time.perf_counter() - begin - read_s
+        return texts
+
+    def _read(self, sessions: list[Session], prompts: Texts) -> list[Session]:
         for session in sessions:
             session.recording = False  # nothing goes back here
-        group.read(sessions, prompts)
-        lanes = [group.join(session, max_tokens=tokens, stop=[]) for session in sessions]
-        found, begin = {lane: [] for lane in lanes}, time.perf_counter()
-        try:
-            while group.lanes:
-                group.call()
-                for lane in [lane for lane in group.lanes if lane.has_step]:
-                    found[lane] += next(lane.events).tokens
-        finally:
-            for lane in lanes:
-                group.leave(lane)
-        self.seconds = time.perf_counter() - begin
-        return [found[lane] for lane in lanes]
+        self._group.read(sessions, prompts)
+        mx.synchronize()
+        return sessions
 
 
 class Theirs:
@@ -123,19 +164,21 @@ class Theirs:
             found.append(token)
         return found
 
-    def together(self, prompts: Texts, tokens: int) -> Texts:
+    def together(self, prompts: Texts, tokens: int, lanes: int) -> Texts:
         done = batch_generate(
             self._model, self._tokenizer, prompts, max_tokens=tokens, return_token_ids=True
         )
         return done.token_ids
 
 
-def timed(side: Ours | Theirs, prompts: Texts, given: argparse.Namespace) -> tuple[float, Texts]:
+def timed(
+    side: Ours | Theirs, prompts: Texts, lanes: int, given: argparse.Namespace
+) -> tuple[float, Texts]:
     """Tokens a second, and the texts; 0 and none where it fails."""
     mx.clear_cache()
     begin = time.perf_counter()
     try:
-        texts = side.together(prompts, given.tokens)
+        texts = side.together(prompts, given.tokens, lanes)
     except Exception as error:
         print(f"{type(side).__name__}: {type(error).__name__}: {error}"[:200])
         return 0.0, []
@@ -146,14 +189,14 @@ def timed(side: Ours | Theirs, prompts: Texts, given: argparse.Namespace) -> tup
 def row(sides: dict, lanes: int, given: argparse.Namespace, engine: Engine) -> str:
     """One line of the table."""
     if given.copy:
-        asked = copies(engine, lanes, given.prompt, seed=lanes)
+        asked = copies(engine, 4 * lanes, seed=lanes)
     else:
         asked = prompts(engine, lanes, given.prompt, given.shared, seed=lanes)
     rates: dict[str, list[float]] = {name: [] for name in sides}
     same = {}
     for turn in range(given.repeats + 1):
         for name, side in sides.items():
-            rate, texts = timed(side, asked, given)
+            rate, texts = timed(side, asked, lanes, given)
             if turn:
                 rates[name].append(rate)
             elif not given.fast:
@@ -165,7 +208,7 @@ def row(sides: dict, lanes: int, given: argparse.Namespace, engine: Engine) -> s
         a / b if b else float("inf") for a, b in zip(ours, theirs, strict=True)
     )
     cells = [f"{lanes:5}", *(f"{middle[name]:9.1f}" for name in sides), f"{ratio:6.2f}"]
-    cells += [f"{same[name]:6} of {lanes:2}" for name in sides if name in same]
+    cells += [f"{same[name]:6} of {len(asked):2}" for name in sides if name in same]
     return "".join(cells)
 
 
@@ -179,14 +222,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="turns, after one that warms up")
     parser.add_argument("--dtype", default="auto", help="weights in memory, see ds4cli")
     parser.add_argument("--drafts", action="store_true", help="with guesses, and without")
-    parser.add_argument("--copy", action="store_true", help="prompts that ask for a text again")
+    parser.add_argument("--copy", action="store_true", help="lines to be copied or edited")
     parser.add_argument("--drafter", help="where guesses come from, see ds4cli")
     parser.add_argument("--fast", action="store_true", help="compare no text with one alone")
     given = parser.parse_args()
     drafter = given.drafter or ("ngram" if given.drafts else "none")
     engine = Engine.load(given.model, dtype=given.dtype, drafter=drafter)
-    engine.stop_ids = set()  # all texts are of one length
-    engine.tokenizer.eos_token_ids = set()
+    if not given.copy:  # all texts are of one length
+        engine.stop_ids = set()
+        engine.tokenizer.eos_token_ids = set()
     group = Group(engine, print)
     if given.drafts:
         sides = {drafter: Ours(group, engine), "none": Ours(group, engine, guesses=False)}
