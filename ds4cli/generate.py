@@ -304,6 +304,8 @@ def load_engine(
     def check(vocabulary: Vocabulary) -> None:
         check_tools(vocabulary, tools, verbose, quiet)
         vocabulary.template(settings, [tool.spec for tool in tools])
+        for name in vocabulary.unread_args(settings, bool(tools)) if not quiet else ():
+            terminal.note(f"the chat template does not read `{name}`; it is ignored")
         before_weights(vocabulary)
         if group is not None:
             group.begin(_fields(settings))

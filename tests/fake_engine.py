@@ -35,6 +35,9 @@ class FakeEngine:
             before_weights(engine)
         return engine
 
+    def unread_args(self, settings: Settings, has_tools: bool) -> list[str]:
+        return [name for name in settings.template_args if name != "level"]
+
     def check_context(self, tokens: int) -> None: ...
     def check_length(self, text: str) -> None: ...
 

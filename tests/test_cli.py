@@ -63,6 +63,13 @@ def test_a_reply_that_was_cut_says_so(engine, monkeypatch):
     assert not run("Hi", "-n", "1", "--stats").stderr.endswith("`\n"), "statistics come last"
 
 
+def test_template_args_that_are_ignored_are_said():
+    """Guards: `--template-args` with a mistyped name."""
+    args = ("Hi", "--template-args", '{"level": 1, "levl": 2}')
+    assert "does not read `levl`; it is ignored" in run(*args).stderr
+    assert "`level`" not in run(*args).stderr and run(*args, "-q").stderr == ""
+
+
 def test_the_collector_of_cycles_does_not_walk_what_is_kept_for_going_back():
     """It ran every dozen tokens, for nothing, as soon as a reply was recorded."""
     before = gc.get_threshold()

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from ds4cli.errors import UsageError
 from ds4cli.settings import Settings
 from ds4cli.text import thinking
+from ds4cli.text.chat_template import read_template
 from ds4cli.text.detokenizer import Detokenizer
 from ds4cli.text.tokenizer import Vocabulary
 
@@ -214,6 +215,16 @@ def test_template_args_reach_the_template():
     assert words.decode(words.template(given).opening(None, [user("a")])) == "3x"
 
 
+def test_template_args_that_nothing_reads_are_named():
+    """Guards: a mistyped name that has no effect, and nobody says so."""
+    words = vocabulary({"default": "{{ level }}", "tool_use": "{% set x = 1 %}{{ x }}{{ deep }}"})
+    given = Settings(template_args={"level": 3, "x": 1, "deep": True})
+    assert words.unread_args(given, False) == ["x", "deep"]
+    assert words.unread_args(given, True) == ["level", "x"]
+    assert words.unread_args(Settings(), False) == []
+    assert vocabulary("{% if").unread_args(given, False) == [], "rendering it says why"
+
+
 def test_the_template_for_tools_is_used_with_tools():
     """Guards: a list of templates, of which the first is taken whatever is asked."""
     words = vocabulary({"default": "D{{ thinking }}", "tool_use": "T{{ enable_thinking }}"})
@@ -327,3 +338,28 @@ def test_whole_text_streams_as_mlx_lm_streams_it():
             theirs.add_token(i)
         theirs.finalize()
         assert streamed(words, ids) == theirs.text == words.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("\n", "is empty"),
+        ("a\n{% if x", "is no Jinja template: line 2: "),
+        ("{% nothing %}", "is no Jinja template: line 1: Encountered unknown tag 'nothing'"),
+    ],
+)
+def test_a_file_that_is_no_template_is_refused(tmp_path, text, said):
+    """Guards: `the chat template refuses this conversation`, where it refuses all of them."""
+    path = tmp_path / "t.jinja"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=said):
+        read_template(str(path))
+
+
+def test_a_template_with_tags_of_transformers_is_a_template(tmp_path):
+    """Guards: a model's own template that is refused when it is named."""
+    path = tmp_path / "t.jinja"
+    path.write_text("{%- generation %}{% for m in messages %}{% continue %}{% endfor %}")
+    with path.open("a") as file:
+        file.write("{%- endgeneration -%}")
+    assert read_template(str(path)) == path.read_text()

@@ -43,7 +43,6 @@ from ds4cli.models.tokenizers import (
     check_vocabulary,
     end_also,
     load_tokenizer,
-    read_template,
 )
 from ds4cli.models.weights import is_float32, load_weights
 from ds4cli.rewind.timeline import Limits, Timeline
@@ -51,6 +50,7 @@ from ds4cli.sampling import Sampler, check_bias
 from ds4cli.settings import Settings, cache_folder
 from ds4cli.tape.check import self_check
 from ds4cli.tape.recorder import Recorder
+from ds4cli.text.chat_template import read_template
 from ds4cli.text.tokenizer import Vocabulary
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_lm.utils import load_tokenizer as load_wrapped
@@ -39,20 +38,6 @@ def load_tokenizer(source: Source, template: str | None = None) -> Any:
         raise UsageError(f"`{source.name}` has no usable tokenizer: {first}") from None
     _mend_decoder(inner_tokenizer(loaded))
     return loaded
-
-
-def read_template(path: str) -> str:
-    """The text of a chat template's file."""
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = (getattr(error, "strerror", None) or str(error)).lower()
-        raise UsageError(f"cannot read `{path}`: {reason}", "name a Jinja template") from None
-    if not text.strip():
-        raise UsageError(
-            f"the chat template `{path}` is empty", "`--raw` continues a text without one"
-        )
-    return text
 
 
 def end_also(tokenizer: Any, texts: Sequence[str]) -> None:

@@ -14,9 +14,11 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from ds4cli.errors import DS4Error, UsageError
+from ds4cli.text import thinking
 from ds4cli.tokens import common_prefix
 
 Message = dict[str, Any]
@@ -285,3 +287,19 @@ SPELLINGS: tuple[Callable[[Message], Message], ...] = (
     _with_short_ids,
     lambda message: _with_text(_with_short_ids(message)),
 )
+
+
+def read_template(path: str) -> str:
+    """The text of a chat template's file. UsageError for one that is none."""
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        raise UsageError(f"cannot read `{path}`: {reason}", "name a Jinja template") from None
+    if not text.strip():
+        raise UsageError(
+            f"the chat template `{path}` is empty", "`--raw` continues a text without one"
+        )
+    if fault := thinking.fault(text):
+        raise UsageError(f"`{path}` is no Jinja template: {fault}")
+    return text

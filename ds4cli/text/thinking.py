@@ -1,4 +1,4 @@
-"""How a chat template is told to think or not to. No mlx."""
+"""How a chat template is told to think or not to, and what it reads. No mlx."""
 
 from __future__ import annotations
 
@@ -45,10 +45,27 @@ def options(think: bool | None, template: str, parameters: Set[str]) -> dict[str
 
 def variables(template: str) -> Set[str]:
     """The names that a template reads from outside; none where it cannot be parsed."""
-    from jinja2 import Environment, TemplateError, meta
+    from jinja2 import TemplateError, meta
 
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
     try:
-        return meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
+        return meta.find_undeclared_variables(_parsed(template))
     except TemplateError:  # rendering it says why
         return frozenset()
+
+
+def fault(template: str) -> str:
+    """Why a text is no template; "" for one that can be parsed."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        _parsed(template)
+    except TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    return ""
+
+
+def _parsed(template: str) -> Any:
+    from jinja2 import Environment
+
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    return environment.parse(_GENERATION.sub("", template))

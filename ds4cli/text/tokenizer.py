@@ -177,11 +177,20 @@ class Vocabulary:
 
         return ChatTemplate(render, self._encode_bare, stops, (), *data)
 
+    def unread_args(self, settings: Settings, has_tools: bool) -> list[str]:
+        """Names in `template_args` that the chat template does not read, as far as can be told."""
+        if not settings.template_args or mlx_lm.renderer_parameters(self.tokenizer):
+            return []
+        known = thinking.variables(self._template_text(has_tools))
+        return [name for name in settings.template_args if known and name not in known]
+
+    def _template_text(self, has_tools: bool) -> str:
+        return template_text(self.tokenizer, "tool_use" if has_tools else "default")
+
     def _options(self, settings: Settings, tools: list[dict[str, Any]]) -> dict[str, Any]:
         """What the template is given besides messages."""
         own = mlx_lm.renderer_parameters(self.tokenizer)
-        text = template_text(self.tokenizer, "tool_use" if tools else "default")
-        options = thinking.options(settings.think, text, own)
+        options = thinking.options(settings.think, self._template_text(bool(tools)), own)
         options |= settings.template_args
         return {**options, "tools": tools} if tools else options
 
