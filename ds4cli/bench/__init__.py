@@ -80,7 +80,8 @@ def sizes(path: Path | None, quick: bool, given: dict[str, Any]) -> Matrix:
     matrix = read_matrix(path, quick=quick, given={**given, **lists})
     longest = max(matrix.contexts)
     if too_deep := [d for d in lists["distances"] or () if d >= longest]:
-        raise UsageError(f"`--depth` cannot be `{too_deep[0]}`", f"`--context` is {longest}")
+        hint = f"the longest context has {longest} tokens: `--context` gives another"
+        raise UsageError(f"`--depth` cannot be `{too_deep[0]}`", hint)
     return matrix
 
 

@@ -22,11 +22,11 @@ def read_text(path: Path) -> str:
 
 def refuse_unwritable(path: Path) -> None:
     """UsageError if `path` cannot be written; what is there stays, and what is not there, too."""
-    is_new = not path.exists()
-    with _writing(path), path.open("ab"):
-        pass
-    if is_new:
-        path.unlink()
+    with _writing(path):
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:
