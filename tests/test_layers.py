@@ -374,14 +374,14 @@ def test_stacked_slots_are_undone_without_being_looked_at():
     lanes = [Layers([slots_of(n)]) for n in (1.0, 2.0)]
     stack = Stack([own.recurrent_caches for own in lanes])
     holds = [own.hold() for own in lanes]
-    assert stack.is_whole
+    assert all(stack.has_all)
     stack.layers = [[stack.layers[0][0] + 10]]
     later = [own.hold() for own in lanes]
     for own, hold, after in zip(lanes, holds, later, strict=True):
         for part, numbers in ((hold, (1.0, 2.0)), (after, (11.0, 12.0))):
             own.restore(part)
             assert own.caches[0][0].tolist() == [numbers[lanes.index(own)]]
-    assert not stack.is_whole
+    assert not all(stack.has_all)
     assert [own.hold().slots[0][0].item() for own in lanes] == [11, 12]
 
 

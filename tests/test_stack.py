@@ -38,7 +38,7 @@ def test_the_states_of_lanes_become_one_array_a_slot():
         [[11, 12, 13], [11.5, 12.5, 13.5]],
         [[21, 22, 23]],
     ]
-    assert stack.is_whole and all(type(c) is StackedCache for caches in lanes for c in caches)
+    assert all(stack.has_all) and all(type(c) is StackedCache for caches in lanes for c in caches)
     assert all(stack.has(of(layer, lanes)) for layer in (0, 1)), "nobody looked"
     stack.layers[1] = [stack.layers[1][0] + 100]
     assert values(lanes[1][1].cache) == [[122]] and values(lanes[2][0].cache) == [[13], [13.5]]
@@ -58,7 +58,7 @@ def test_who_looks_or_puts_other_slots_there_has_them_alone():
         lanes = [lane(1), lane(2)]
         stack = Stack(lanes)
         touch(lanes[1][1])
-        assert not stack.is_whole and not stack.has(of(0, lanes))
+        assert not all(stack.has_all) and not stack.has(of(0, lanes))
     assert values(lanes[1][1].cache) == [[0]] and values(lanes[0][1].cache) == [[21]]
 
 
@@ -133,4 +133,28 @@ def test_slots_that_a_lane_has_already_are_known():
     assert not StackedSlots(stack.layers, 1).are_in(lane(2)), "no stack"
     looked = StackedSlots(stack.layers, 1)
     assert looked[0] and not looked.are_in(lanes[1])
-    assert lanes[0][0].cache and not StackedSlots(stack.layers, 1).are_in(lanes[1])
+    assert lanes[0][0].cache and StackedSlots(stack.layers, 1).are_in(lanes[1]), "another lane's"
+    assert lanes[1][1].cache and not StackedSlots(stack.layers, 1).are_in(lanes[1])
+
+
+def test_lanes_that_stay_are_stacked_again_as_one(monkeypatch):
+    """Whenever a line ended and another took its place, the states of all lanes were taken apart
+    layer by layer, and put together again."""
+    lanes = [lane(n) for n in (1, 2, 3, 4)]
+    stack = Stack(lanes)
+    stack.layers = [[x + 100 for x in layer] for layer in stack.layers]
+    assert lanes[2][1].cache, "it ended"
+    pieces, concatenate = [], mx.concatenate
+    monkeypatch.setattr(mx, "concatenate", lambda x: pieces.append(len(x)) or concatenate(x))
+    lanes[2] = lane(7)
+    again = Stack(lanes)
+    assert pieces == [3, 3, 3], "a slot each, of those before, the new one and those behind"
+    assert [values(layer) for layer in again.layers] == [
+        [[111, 112, 17, 114], [111.5, 112.5, 17.5, 114.5]],
+        [[121, 122, 27, 124]],
+    ]
+    assert again.has(of(0, lanes)) and not stack.has(of(0, lanes))
+    stack.layers = [[x * 0 for x in layer] for layer in stack.layers]
+    assert values(lanes[3][1].cache) == [[124]], "the old one is no longer theirs"
+    fewer = Stack([lanes[0], lanes[1]])
+    assert values(fewer.layers[1]) == [[121, 122]] and pieces == [3] * 3 + [1] * 3

@@ -17,29 +17,27 @@ Layer = list[mx.array | None]  # slots
 
 class Stack:
     """The states of lanes that are called together. layers: per recurrent cache of the model its
-    slots (lanes, ...); a call puts another list there, a list once made stays as it is. is_whole:
-    whether every lane still has all its slots here. lanes: how many there are."""
+    slots (lanes, ...); a call puts another list there, a list once made stays as it is. has_all: of
+    each lane whether all its slots are still here."""
 
     def __init__(self, lanes: Sequence[Sequence[ArraysCache]]):
         """lanes: the recurrent caches of each."""
-        slots: list[list[Any]] = [[cache.cache for cache in caches] for caches in lanes]
-        self.layers = stacked(slots)
-        self.is_whole = True
-        self.lanes = len(lanes)
+        self.layers = stacked([slots_of(caches) for caches in lanes])
+        self.has_all = [True] * len(lanes)
         for row, caches in enumerate(lanes):
             for index, cache in enumerate(caches):
                 # In this order, so that it is one thing or the other wherever it is interrupted.
                 vars(cache).update(stack=self, row=row, index=index)
                 cache.__class__ = StackedCache
-                del vars(cache)["cache"]
+                vars(cache).pop("cache", None)
 
     def has(self, lanes: Sequence[ArraysCache]) -> bool:
         """Whether these lanes, of each of which this is one recurrent cache, are its own, all of
         them, in order, and nobody looked."""
-        if not self.is_whole or len(lanes) != self.lanes:
+        if False in self.has_all or len(lanes) != len(self.has_all):
             return False
         rows = [c.row for c in lanes if type(c) is StackedCache and c.stack is self]
-        return rows == [*range(self.lanes)]
+        return rows == [*range(len(lanes))]
 
 
 class StackedCache(ArraysCache):
@@ -56,7 +54,7 @@ class StackedCache(ArraysCache):
 
     @cache.setter
     def cache(self, slots: Any) -> None:
-        self.stack.is_whole = False
+        self.stack.has_all[self.row] = False
         vars(self)["cache"] = slots
         self.__class__ = ArraysCache  # type: ignore[assignment]  # what it was before
         del self.stack, self.row, self.index
@@ -89,26 +87,47 @@ class StackedSlots(Sequence[Layer]):
 
     def are_in(self, caches: Sequence[Any]) -> bool:
         """Whether they are what these caches of the lane hold."""
-        own, place = vars(caches[0]), self.place
-        if place is None or "stack" not in own or not own["stack"].is_whole:
+        stack, place = stack_of(caches), self.place
+        if stack is None or place is None:
             return False
-        return own["stack"].layers is place[0] and own["row"] == place[1]
+        return place[0] is stack.layers and place[1] == caches[0].row
+
+
+def stack_of(caches: Sequence[Any]) -> Stack | None:
+    """Where all slots of a lane, whose recurrent caches these are, lie; None if nowhere."""
+    first = caches[0]
+    if type(first) is not StackedCache or not first.stack.has_all[first.row]:
+        return None
+    return first.stack
+
+
+def slots_of(caches: Sequence[Any]) -> Sequence[Layer]:
+    """The slots of a lane, whose recurrent caches these are, as they are now."""
+    stack = stack_of(caches)
+    if stack is None:
+        return [[*c.cache] for c in caches]
+    return StackedSlots(stack.layers, caches[0].row)
 
 
 def stacked(lanes: Sequence[Sequence[list]]) -> list[Layer]:
-    """The slots (lanes, ...) per recurrent cache, of those of each lane, in order."""
-    places = [own.place if isinstance(own, StackedSlots) else None for own in lanes]
-    layers: list[Layer] = places[0][0] if places[0] is not None else [[None]]
-    rows = [place[1] for place in places if place is not None and place[0] is layers]
-    first = layers[0][0]
-    if first is not None and rows == [*range(len(lanes))] == [*range(len(first))]:
-        return layers
-    return [_concatenated(layer) for layer in zip(*lanes, strict=True)]
-
-
-def _concatenated(lanes: Sequence[Layer]) -> Layer:
-    """The slots of one cache, (lanes, ...) each."""
-    return [mx.concatenate([*slot]) for slot in zip(*lanes, strict=True)]
+    """The slots (lanes, ...) per recurrent cache, of those of each lane, in order. Lanes that lie
+    one after the other in a stack are taken as one piece: most often one of many is another."""
+    runs: list[tuple[Any, int, int]] = []  # layers, first lane, end
+    for own in lanes:
+        place = own.place if isinstance(own, StackedSlots) else None
+        layers, row = (own, 0) if place is None else place
+        if runs and runs[-1][0] is layers and runs[-1][2] == row:
+            runs[-1] = layers, runs[-1][1], row + 1
+        else:
+            runs.append((layers, row, row + 1))
+    whole, first, end = runs[0]
+    if len(runs) == 1 and isinstance(whole, list) and (first, end) == (0, len(whole[0][0])):
+        return whole
+    pieces = [[[x[a:b] for x in slots] for slots in layers] for layers, a, b in runs]
+    return [
+        [mx.concatenate([*slot]) for slot in zip(*slots, strict=True)]
+        for slots in zip(*pieces, strict=True)
+    ]
 
 
 def _row(slots: Layer, row: int) -> Layer:

@@ -15,7 +15,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 
 from ds4cli.caches.arena import Arena, Place, SeatedKVCache, Seating, at, of_lanes
 from ds4cli.caches.build import nest
-from ds4cli.caches.stack import Stack
+from ds4cli.caches.stack import Stack, stack_of
 from ds4cli.hooks.cuda import seats
 from ds4cli.lanes.call import Feed, LaneError, ids
 from ds4cli.lanes.table import seen_columns
@@ -136,7 +136,8 @@ class Batch:
         stack = self._stack
         if stack is None or not stack.has(of_lanes(lanes, self._recurrent[0])):
             own = [[at(caches, place) for place in self._recurrent] for caches in lanes]
-            if any(x is None for caches in own for cache in caches for x in cache.cache):
+            apart = [caches for caches in own if stack_of(caches) is None]
+            if any(x is None for caches in apart for cache in caches for x in cache.cache):
                 return False
             stack = self._stack = Stack(own)
         for cache, slots in zip(self.states, stack.layers, strict=True):

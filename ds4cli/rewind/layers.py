@@ -16,7 +16,7 @@ from ds4cli.backend.memory import taken_bytes
 from ds4cli.caches.adapter import LayerAdapter
 from ds4cli.caches.arena import Seat, SeatedKVCache, held, put_back
 from ds4cli.caches.build import adapt, nest
-from ds4cli.caches.stack import Stack, StackedSlots
+from ds4cli.caches.stack import Stack, StackedSlots, slots_of, stack_of
 from ds4cli.rewind.checkpoints import Checkpoint
 from ds4cli.tape.tape import Slots
 
@@ -64,10 +64,7 @@ class Layers:
         """Free to take; good until the next move that is not undone. before_call: only a model call
         is to be undone, which moves all plain layers alike and knows nothing of adapters."""
         caches = self.recurrent_caches
-        if caches and "stack" in caches[0].__dict__ and caches[0].stack.is_whole:
-            slots: Slots = StackedSlots(caches[0].stack.layers, caches[0].row)
-        else:
-            slots = [[*c.cache] for c in caches]
+        slots = slots_of(caches) if caches else []
         own = [a.cache for a in self._seekable]
         for cache in own:
             if "seat" in cache.__dict__:
@@ -157,8 +154,7 @@ class Layers:
     @property
     def stack(self) -> Stack | None:
         """Where the recurrent states lie together with those of other lanes, if all do."""
-        stack = getattr(self.recurrent_caches[0], "stack", None) if self.recurrent_caches else None
-        return stack if stack is not None and stack.is_whole else None
+        return stack_of(self.recurrent_caches) if self.recurrent_caches else None
 
     def _set_slots(self, slots: Slots) -> None:
         if isinstance(slots, StackedSlots) and slots.are_in(self.recurrent_caches):

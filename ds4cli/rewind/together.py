@@ -132,7 +132,7 @@ def replay_together(timelines: Sequence[Timeline], rows: Sequence[int]) -> None:
 def _replay_batch(parts: Sequence[tuple[Timeline, int, Tape, Slots]]) -> bool:
     """Whether the lanes were one batch, and their states, which lie in one stack, were moved."""
     stack, whole = parts[0][0].stack, parts[0][2].whole
-    if stack is None or whole is None or len(parts) != stack.lanes:
+    if stack is None or whole is None or len(parts) != len(stack.has_all):
         return False
     if any([t.stack is not stack or tape.whole is not whole for t, _, tape, _ in parts]):
         return False
