@@ -38,7 +38,7 @@ NEW_SHAPE = 0.3
 # Rounds of a shape after which what its first one took is to be repaid.
 REPAID_AFTER = 16
 # Expected gain, as a share of a plain round, below which guesses are left out.
-WORTHWHILE = 0.02
+WORTHWHILE = 0.05
 
 
 class _Fed(NamedTuple):
