@@ -79,6 +79,13 @@ class App(Group):
                 code = explain(error)
         sys.exit(code or 0)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """No arguments ask for help, too."""
+        if not args and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help())
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
+
 
 def _fill_closed_streams() -> None:
     """A file opened under the number of a closed stream is mistaken for it; mlx cannot read one
@@ -141,8 +148,7 @@ def _explain_usage(error: TyperException) -> int:
     if option is not None and hasattr(error, "possibilities"):
         message = f"unknown option `{option}`"
         hint = settings.nearest(option, error.possibilities or ()) or hint
-    if message:  # empty when Typer has printed the help already
-        terminal.fail(message, hint)
+    terminal.fail(message, hint)
     return error.exit_code
 
 
@@ -162,7 +168,7 @@ def _close_stdout() -> None:
 app = typer.Typer(
     cls=App,
     name="ds4cli",
-    no_args_is_help=True,
+    rich_markup_mode=None,  # help.py says why
     add_completion=False,  # ours takes the shell's name
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -314,6 +320,7 @@ def main(
 ) -> None:
     """Speculative generation with cheap rewind on MLX."""
     gc.set_threshold(COLLECT_AFTER)
+    terminal.err()  # while there is memory for it: failures are said there
     if own_rank():
         raise typer.Exit(_follow() if ctx.invoked_subcommand in SHARED else 0)
 

@@ -67,7 +67,7 @@ def run(remove: str | None = None) -> int:
         table.add_column(column, overflow="fold")
     for row in rows(found):
         table.add_row(*row)
-    terminal.out.print(table)
+    terminal.out().print(table)
     return 0
 
 

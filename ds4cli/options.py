@@ -55,7 +55,7 @@ def _keyword(name: str, annotation: Any, default: Any = None) -> inspect.Paramet
 
 _CONFIG = typer.Option(help="Settings file, instead of ./ds4cli.toml.", metavar="FILE")
 _PROFILE = typer.Option(
-    help="Use \\[profiles.NAME] of the file.", metavar="NAME", autocompletion=lambda: profiles()
+    help="Use [profiles.NAME] of the file.", metavar="NAME", autocompletion=lambda: profiles()
 )
 SHARED = (
     _keyword("config", Annotated[Path | None, _CONFIG]),
@@ -152,7 +152,7 @@ def _parameter(name: str, option: Option) -> inspect.Parameter:
         *flags(name, option),
         help=option.help
         + (f" One of {choices}." if choices else "")
-        + (f" [dim]\\[{default}][/dim]" if default else ""),
+        + (f" [{default}]" if default else ""),
         metavar=option.metavar,
         rich_help_panel=option.panel,
         show_default=False,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import functools
 import io
 import os
 import sys
@@ -18,51 +19,30 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import COLOR_SYSTEMS, Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
-from rich.text import Text
-
 from ds4cli.escapes import visible
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from ds4cli.console import SafeConsole
     from ds4cli.engine.session import Stats
 
 
-PIPE_COLUMNS = 10_000
+@functools.cache
+def out() -> SafeConsole:
+    """The console on stdout. Rich is loaded when something is printed there, not for `--help`."""
+    from ds4cli.console import SafeConsole
+
+    return SafeConsole()
 
 
-class SafeConsole(Console):
-    """A console whose texts cannot steer the terminal: no markup, and hidden characters escaped."""
+@functools.cache
+def err() -> SafeConsole:
+    """The console on stderr."""
+    from ds4cli.console import SafeConsole
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, highlight=False, emoji=False, **options)
+    return SafeConsole(stderr=True)
 
-    @property
-    def options(self) -> ConsoleOptions:
-        """Those of the screen; in a pipe a row of a table is one line."""
-        found = super().options
-        return found if self.file.isatty() else found.update_width(PIPE_COLUMNS)
-
-    def print(self, *objects: Any, crop: bool = True, **options: Any) -> None:
-        """Print; only a screen has an edge."""
-        super().print(*objects, crop=crop and self.file.isatty(), **options)
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        """Escaped before it is measured, so that tables stay in line."""
-        return super().render_str(visible(text), **options)
-
-    def render(
-        self, renderable: RenderableType, options: ConsoleOptions | None = None
-    ) -> Iterator[Segment]:
-        """What came as Rich's own objects is escaped here; only Rich's own controls pass."""
-        for text, style, control in super().render(renderable, options):
-            yield Segment(text if control else visible(text), style, control)
-
-
-out = SafeConsole()
-err = SafeConsole(stderr=True)
 
 EXIT_INTERRUPTED = 130
 
@@ -99,12 +79,12 @@ def argument_text(word: str) -> str:
 
 def is_animated() -> bool:
     """Whether moving output suits stderr. `FORCE_COLOR` makes Rich say terminal for a pipe."""
-    return err.is_terminal and not err.is_dumb_terminal and sys.stderr.isatty()
+    return err().is_terminal and not err().is_dumb_terminal and sys.stderr.isatty()
 
 
 def width() -> int | None:
     """Columns that a line on stderr may take; None where there is no screen."""
-    return err.width if sys.stderr.isatty() else None
+    return err().width if sys.stderr.isatty() else None
 
 
 def printable(text: str, stream: TextIO) -> str:
@@ -139,22 +119,27 @@ def write(text: str) -> None:
 
 def write_styled(pieces: Iterable[tuple[str, str]]) -> None:
     """Texts that were made `visible`, with their Rich styles, on a terminal's stdout, at once."""
-    colours = COLOR_SYSTEMS.get(out.color_system or "")
+    from rich.console import COLOR_SYSTEMS
+
+    console = out()
+    colours = COLOR_SYSTEMS.get(console.color_system or "")
     for text, style in pieces:
-        sys.stdout.write(out.get_style(style).render(text, color_system=colours) if style else text)
+        sys.stdout.write(
+            console.get_style(style).render(text, color_system=colours) if style else text
+        )
         Cursor.follow(text)
     sys.stdout.flush()
 
 
 def show(text: str) -> None:
     """Text on stderr as it stands: no styles, no wrapping."""
-    err.print(text, soft_wrap=True)
+    err().print(text, soft_wrap=True)
 
 
 def note(text: str) -> None:
     """One dim line on stderr."""
     Cursor.to_new_line()
-    err.print(text, style="dim", soft_wrap=True)
+    err().print(text, style="dim", soft_wrap=True)
 
 
 def notes(lines: Iterable[str]) -> None:
@@ -168,8 +153,8 @@ def fail(message: str, hint: str | None = None) -> None:
     Cursor.to_new_line()
     for label, style, text in (("error", "bold red", message), ("hint", "cyan", hint)):
         if text:
-            err.print(f"{label}:", style=style, end=" ")
-            err.print(one_line(text), soft_wrap=True)
+            err().print(f"{label}:", style=style, end=" ")
+            err().print(one_line(text), soft_wrap=True)
 
 
 def one_line(text: str) -> str:
@@ -179,8 +164,11 @@ def one_line(text: str) -> str:
 
 def status(text: str) -> AbstractContextManager[Any]:
     """A spinner on stderr while something runs, on a terminal only."""
-    spinner = err.status(Text(one_line(text)), spinner="dots") if is_animated() else None
-    return spinner or contextlib.nullcontext()
+    if not is_animated():
+        return contextlib.nullcontext()
+    from rich.text import Text
+
+    return err().status(Text(one_line(text)), spinner="dots")
 
 
 class PrefillBar:
@@ -216,7 +204,7 @@ def _token_bar() -> Progress:
     from rich.progress import TimeRemainingColumn as Remaining
 
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Remaining()
-    return Progress(*columns, console=err, transient=True)
+    return Progress(*columns, console=err(), transient=True)
 
 
 class ReplyWriter:
@@ -230,7 +218,7 @@ class ReplyWriter:
         """Reasoning: never part of what a pipe receives."""
         if self._show_reasoning:
             self._reasoning_open = True
-            err.print(text, style="dim", end="", soft_wrap=True)
+            err().print(text, style="dim", end="", soft_wrap=True)
 
     def answer(self, text: str) -> None:
         """Answer text, at once and unchanged: no wrapping, no styles."""
@@ -244,7 +232,7 @@ class ReplyWriter:
     def _close_reasoning(self) -> None:
         if self._reasoning_open:
             self._reasoning_open = False
-            err.print("\n")
+            err().print("\n")
 
 
 class UnseenKeys:

@@ -28,6 +28,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 import pytest
 
 import ds4cli  # noqa: F401 - chooses the BLAS
+from ds4cli import terminal
 from ds4cli.drafters import costs
 
 import mlx.core as mx  # isort: skip
@@ -35,6 +36,9 @@ import mlx.core as mx  # isort: skip
 # Tolerances are those of a CPU; DS4CLI_TEST_DEVICE=gpu tries the models on Metal or CUDA. What runs
 # as a process of its own takes the device that a user would get.
 mx.set_default_device(mx.Device(getattr(mx, os.environ.get("DS4CLI_TEST_DEVICE", "cpu"))))
+
+# Here, so that no test's screen or variables decide what they are for the tests after it.
+terminal.out(), terminal.err()
 
 # Seconds of a call by its rows, as a CPU has them.
 PRICES = {0: 0.01, 1: 0.011, 2: 0.013, 4: 0.016, 8: 0.02, 16: 0.03, 32: 0.05}

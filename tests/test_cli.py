@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 from ds4cli import generate, terminal
 from ds4cli.cli import app, explain
+from ds4cli.console import SafeConsole
 from ds4cli.settings import OPTIONS, Settings
 
 
@@ -79,6 +80,20 @@ def test_the_collector_of_cycles_does_not_walk_what_is_kept_for_going_back():
         assert gc.get_threshold()[0] > 64 * 250 and gc.isenabled()
     finally:
         gc.set_threshold(*before)
+
+
+def test_what_prints_errors_is_there_before_a_model(monkeypatch):
+    """Guards: memory that ran out leaves no room for the line that says so."""
+    held = []
+
+    def at_load():
+        held.append(terminal.err.cache_info().currsize)
+        return FakeEngine
+
+    monkeypatch.setattr(generate, "_engine_class", at_load)
+    terminal.err.cache_clear()
+    run("Hi", "-q")
+    assert held == [1]
 
 
 def prompt_of(engine):
@@ -486,7 +501,7 @@ def test_prefill_progress_on_a_terminal_only(monkeypatch, animated):
     """Guards: a long prompt looks like a hang, or a log fills with bars."""
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=100)
-    monkeypatch.setattr(terminal, "err", console)
+    monkeypatch.setattr(terminal, "err", lambda: console)
     monkeypatch.setattr(terminal, "is_animated", lambda: animated)
     monkeypatch.setattr(terminal.PrefillBar, "DELAY_S", 0)
     with terminal.PrefillBar(show=True) as bar:
@@ -507,7 +522,8 @@ def test_what_is_said_in_the_middle_of_a_reply_has_its_own_line(monkeypatch, say
     """Guards: `The answer iserror: rank 1 is gone`, or an empty line behind a reply that ended."""
     screen = Screen()
     monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr(terminal, "err", terminal.SafeConsole(file=screen, width=80))
+    console = SafeConsole(file=screen, width=80)
+    monkeypatch.setattr(terminal, "err", lambda: console)
     terminal.write("The answer is")
     say("gone")
     terminal.write_styled([("so", ""), (" it is\n", "bold")])
@@ -530,9 +546,9 @@ def test_a_table_in_a_pipe_has_a_line_a_row():
     pipe = io.StringIO()
     table = rich.table.Table.grid()
     table.add_row("word " * 60, "end")
-    terminal.SafeConsole(file=pipe).print(table)
+    SafeConsole(file=pipe).print(table)
     assert pipe.getvalue() == "word " * 60 + "end\n"
-    assert terminal.SafeConsole(file=Screen()).options.max_width < 1000
+    assert SafeConsole(file=Screen()).options.max_width < 1000
 
 
 # --- how it ends --------------------------------------------------------------------------------
@@ -725,6 +741,27 @@ def test_help_lists_every_setting():
         assert "--" + name.replace("_", "-") in result.stdout
         assert option.help.split()[0] in result.stdout
     assert "[dim]" not in result.stdout and "[profiles.NAME]" in result.stdout
+
+
+def test_help_stands_in_groups():
+    """Guards: an option under another's title, a title twice, what commands do cut short."""
+    shown = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "80"}).stdout
+    groups = re.split(r"\n\n(.+):\n", shown)
+    titles, texts = groups[1::2], groups[2::2]
+    assert titles[:2] == ["Arguments", "Options"] and len(set(titles)) == len(titles)
+    found = dict(zip(titles, texts, strict=True))
+    for name, option in OPTIONS.items():
+        assert re.search(rf"^  .*--{name.replace('_', '-')}\b", found[option.panel], re.MULTILINE)
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"}).stdout
+    assert "Commands:\n  generate " in shown and "Looking around:\n  models " in shown
+    assert "..." not in shown.partition("ARGS]...")[2]
+
+
+def test_no_arguments_ask_for_help():
+    """Guards: a page of help as one line of error."""
+    result = CliRunner().invoke(app, [])
+    assert result.exit_code == 2 and result.stderr == ""
+    assert result.stdout == CliRunner().invoke(app, ["--help"]).stdout
 
 
 def test_the_command_module_does_not_import_the_engine():

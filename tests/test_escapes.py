@@ -92,7 +92,7 @@ def test_the_consoles_escape_whatever_they_are_given(monkeypatch, console):
     table.add_row(HOSTILE)
     table.add_row(Text(HOSTILE))
     for thing in (HOSTILE, Text(HOSTILE), table):
-        getattr(terminal, console).print(thing, style="dim")
+        getattr(terminal, console)().print(thing, style="dim")
     shown = check(screens)
     assert shown.count("[link=x]f[/link][/x]") == 5 and r"\x1b]52;c;aGk=\x07" in shown
 
@@ -104,7 +104,7 @@ def test_lines_of_our_own_escape(monkeypatch):
     terminal.note(HOSTILE)
     terminal.show(HOSTILE)
     with terminal.status(HOSTILE) as spinner:
-        terminal.err.print(spinner.renderable)
+        terminal.err().print(spinner.renderable)
     writer = terminal.ReplyWriter(show_reasoning=True)
     writer.reasoning(HOSTILE)
     writer.answer(HOSTILE)

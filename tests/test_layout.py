@@ -19,7 +19,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Bottom to top. A module or subpackage imports from lower rows only; a new one needs a place here.
 LAYERS = (
     ("errors", "escapes", "backend.disk", "help"),
-    ("drafters.registry", "atomic"),
+    ("drafters.registry", "atomic", "console"),
     ("settings", "tokens", "arrays", "models.mlx_lm", "models.parts", "terminal", "ranks.number"),
     ("signals",),
     ("appended",),

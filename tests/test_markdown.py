@@ -12,6 +12,7 @@ from test_escapes import Terminal
 
 from ds4cli import terminal
 from ds4cli.chat.markdown import MarkdownWriter, Styler
+from ds4cli.console import SafeConsole
 from ds4cli.escapes import visible
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -114,7 +115,8 @@ def test_what_is_coloured():
 def test_the_screen_gets_the_reply_in_colours(monkeypatch):
     """Guards: a writer that loses what its styler gave, or ends a reply in the middle of a line."""
     monkeypatch.setattr(sys, "stdout", Terminal())
-    monkeypatch.setattr(terminal, "out", terminal.SafeConsole(force_terminal=True))
+    console = SafeConsole(force_terminal=True)
+    monkeypatch.setattr(terminal, "out", lambda: console)
     writer = MarkdownWriter(show_reasoning=False)
     for letter in SAMPLE + "\x1b[2J":
         writer.answer(letter)

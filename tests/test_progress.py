@@ -98,7 +98,8 @@ def test_what_is_left_takes_as_long_as_what_this_run_made(clock, said, tally, to
 def test_a_terminal_has_a_bar_that_goes_away(clock, monkeypatch):
     """Guards: a bar on stdout; lines besides it; one that stays when the run is over."""
     screen = io.StringIO()
-    monkeypatch.setattr(terminal, "err", Console(file=screen, force_terminal=True, width=60))
+    console = Console(file=screen, force_terminal=True, width=60)
+    monkeypatch.setattr(terminal, "err", lambda: console)
     monkeypatch.setattr(terminal, "is_animated", lambda: True)
     monkeypatch.setattr(terminal, "note", lambda line: pytest.fail(line))
     tally = Tally()

@@ -124,4 +124,4 @@ def _bar() -> Progress:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=terminal.err, transient=True)
+    return Progress(*columns, console=terminal.err(), transient=True)

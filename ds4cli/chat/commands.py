@@ -291,7 +291,7 @@ def branches(chat: Chat, argument: str) -> None:
         last = _excerpt(line.turns[-1].content) if line.turns else ""
         mark = "*" if name == transcript.name else ""
         table.add_row(mark, name, str(len(line.turns)), f"{len(line.tokens):,}", last)
-    terminal.err.print(table)
+    terminal.err().print(table)
 
 
 @command("switch <branch>", completes="branch")
@@ -349,7 +349,7 @@ def turns(chat: Chat, argument: str) -> None:
     for number, turn in enumerate(line.turns, 1):
         reason = turn.finish_reason if turn.is_cut else ""
         table.add_row(str(number), turn.role, _span(line, number), reason, _excerpt(_said(turn)))
-    terminal.err.print(table)
+    terminal.err().print(table)
 
 
 def _said(turn: Turn) -> str:
@@ -391,7 +391,7 @@ def stats(chat: Chat, argument: str) -> None:
         table.add_row("no drafts", why)
     for name, size in chat.conversation.session.kept_bytes().items():
         table.add_row(f"kept to go back ({name})", f"{size / 1e6:,.1f} MB")
-    terminal.err.print(table)
+    terminal.err().print(table)
     terminal.show(str(chat.conversation.engine.capabilities))
 
 
@@ -466,7 +466,7 @@ def _print_settings(chat: Chat) -> None:
     table = _table("setting", "value")
     for name in SETTABLE:
         table.add_row(name, str(getattr(chat.settings, name)))
-    terminal.err.print(table)
+    terminal.err().print(table)
 
 
 @command("file [path|-|-name]", "read", completes="path")
@@ -534,7 +534,7 @@ def sessions(chat: Chat, argument: str) -> None:
     table = _table("session", "turns", "model", "begins")
     for entry in shelf.entries():
         table.add_row(entry.name, str(entry.turns), entry.model, _excerpt(entry.first))
-    terminal.err.print(table)
+    terminal.err().print(table)
 
 
 # -- help -----------------------------------------------------------------------------------------
@@ -553,7 +553,7 @@ def help_(chat: Chat, argument: str) -> None:
         table.add_row(f"/{entry.usage}", entry.help.split("\n")[0])
     table.add_row('""" … """', "a message of several lines; also Alt-Enter")
     table.add_row("//text", "send a message that begins with a slash")
-    terminal.err.print(table)
+    terminal.err().print(table)
 
 
 @command("exit", "quit", "bye", "q")

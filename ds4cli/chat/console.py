@@ -308,7 +308,7 @@ class Chat:
 
 def shows_colours() -> bool:
     """Whether stdout can show colours. `FORCE_COLOR` makes Rich say terminal for a pipe."""
-    out = terminal.out
+    out = terminal.out()
     return sys.stdout.isatty() and not out.is_dumb_terminal and not out.no_color
 
 

@@ -40,7 +40,7 @@ def make_reader(chat: Chat) -> Any:
     request = chat.request
     if not sys.stdin.isatty():
         return prompt.PipeReader(sys.stdin, request.single)
-    if terminal.err.is_dumb_terminal or not (sys.stdout.isatty() or sys.stderr.isatty()):
+    if terminal.err().is_dumb_terminal or not (sys.stdout.isatty() or sys.stderr.isatty()):
         return prompt.PlainReader(sys.stdin)
     history = None
     if request.history:
