@@ -1,22 +1,37 @@
 """`--help` as people read it: in groups, no type for a switch, words for other types, one long name
 each.
 
-It is plain text: what Typer prints it with in colours takes longer to load than all the rest.
+It is plain text: what Typer prints it with in colours takes longer to load than all the rest. What
+commands do is said here, so that they need not be loaded for it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
 WORDS = {"Path": "FILE", "path": "FILE", "int": "INT", "float": "NUMBER"}
 TITLES = {"argument": "Arguments", "option": "Options"}
-COMMANDS = "Commands"
-
-Row = tuple[str, str]
+# What each command does.
+COMMANDS = {
+    "Commands": {
+        "generate": "Answer one prompt, or a batch. Piped text comes first, then files, then the "
+        "prompt.",
+        "chat": "Talk in the terminal, and go back: /undo, /edit, /retry, /branch.",
+        "rewind-bench": "Measure what going back costs on this model and machine, and prove that "
+        "it is exact.",
+    },
+    "Looking around": {
+        "models": "List the models on this machine: type, size, layers, tool calls, heads that "
+        "fit.",
+        "doctor": "Say what this machine gives: backend, BLAS, prices, versions, a tiny proof, "
+        "what is slow.",
+    },
+}
+TEXTS = {name: text for group in COMMANDS.values() for name, text in group.items()}
 
 
 class ReadableHelp:
@@ -24,9 +39,11 @@ class ReadableHelp:
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write all parameters."""
-        params = self.get_params(ctx)  # type: ignore[attr-defined]
-        rows = ((title(p, TITLES[p.param_type_name]), readable(p, ctx)) for p in params)
-        write_groups(formatter, rows, TITLES.values())
+        groups: dict[str, list[tuple[str, str]]] = {title: [] for title in TITLES.values()}
+        for param in self.get_params(ctx):  # type: ignore[attr-defined]
+            title = getattr(param, "rich_help_panel", None) or TITLES[param.param_type_name]
+            groups.setdefault(title, []).append(readable(param, ctx))
+        write_groups(formatter, groups)
 
 
 class Command(ReadableHelp, TyperCommand):
@@ -39,30 +56,18 @@ class Group(ReadableHelp, TyperGroup):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write all parameters, and what each command does."""
         super().format_options(ctx, formatter)
-        commands = [self.commands[name] for name in self.list_commands(ctx)]
-        rows = ((title(c, COMMANDS), (c.name or "", c.help or "")) for c in commands)
-        write_groups(formatter, rows)
+        write_groups(formatter, {title: group.items() for title, group in COMMANDS.items()})
 
 
-def title(part: Any, default: str) -> str:
-    """The group that a parameter or command stands in."""
-    return getattr(part, "rich_help_panel", None) or default
+def write_groups(formatter: Any, groups: Mapping[str, Collection[tuple[str, str]]]) -> None:
+    """Write names and texts under their titles."""
+    for title, rows in groups.items():
+        if rows:
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
 
-def write_groups(
-    formatter: Any, rows: Iterable[tuple[str, Row]], first: Iterable[str] = ()
-) -> None:
-    """Write rows under their titles: those of `first`, then others as they come."""
-    groups: dict[str, list[Row]] = {name: [] for name in first}
-    for name, row in rows:
-        groups.setdefault(name, []).append(row)
-    for name, members in groups.items():
-        if members:
-            with formatter.section(name):
-                formatter.write_dl(members)
-
-
-def readable(param: Any, ctx: Any) -> Row:
+def readable(param: Any, ctx: Any) -> tuple[str, str]:
     """A parameter's names and text; further long names go behind its text."""
     shown = copy.copy(param)
     if param.param_type_name == "argument":

@@ -685,11 +685,6 @@ def editor(environ: Mapping[str, str] | None = None) -> str:
     return environ.get("VISUAL") or environ.get("EDITOR") or "vi"
 
 
-def has_dumb_terminal() -> bool:
-    """Whether the terminal knows no control codes."""
-    return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
-
-
 # --- printing -----------------------------------------------------------------------------------
 
 

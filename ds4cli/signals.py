@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from ds4cli import settings, terminal
+from ds4cli import terminal
 
 DEADLY = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 SHOW_CURSOR = b"\x1b[?25h"
@@ -209,5 +209,5 @@ def _restore_terminal() -> None:
     if _found_modes is not None and os.tcgetpgrp(0) == os.getpgrp():
         termios.tcsetattr(0, termios.TCSANOW, _found_modes)
     shown = next((number for number in (2, 1) if os.isatty(number)), None)
-    if shown is not None and not settings.has_dumb_terminal():
+    if shown is not None and not terminal.is_dumb():
         os.write(shown, SHOW_CURSOR + END_PASTE)

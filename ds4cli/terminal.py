@@ -82,6 +82,12 @@ def is_animated() -> bool:
     return err().is_terminal and not err().is_dumb_terminal and sys.stderr.isatty()
 
 
+def is_dumb() -> bool:
+    """Whether the terminal knows no control codes. A signal's handler asks, where nothing may be
+    imported; so not Rich."""
+    return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+
+
 def width() -> int | None:
     """Columns that a line on stderr may take; None where there is no screen."""
     return err().width if sys.stderr.isatty() else None

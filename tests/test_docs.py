@@ -13,7 +13,7 @@ import pytest
 import tomli
 import typer
 
-from ds4cli import cli, errors, options
+from ds4cli import commands, errors, options
 from ds4cli.settings import OPTIONS, Settings
 
 ROOT = Path(__file__).parents[1]
@@ -110,8 +110,8 @@ def test_the_default_config_says_what_a_setting_takes(name):
 
 def test_commands_in_readme_exist():
     """Guards: an example with a flag that was renamed."""
-    commands = typer.main.get_command(cli.app).commands.values()
-    parameters = [p for command in commands for p in command.params]
+    group = typer.main.get_command(commands.app)
+    parameters = [p for command in group.commands.values() for p in command.params]
     flags = {flag for p in parameters for flag in (*p.opts, *p.secondary_opts)}
     pages = [README, *(path.read_text(encoding="utf-8") for path in PAGES)]
     ours = re.sub(

@@ -34,6 +34,7 @@ LAYERS = (
     ("options", "prompt_cache"),
     ("generate", "chat", "bench", "inventory"),
     ("batch", "doctor", "llm_plugin"),
+    ("commands",),
     ("cli",),
     ("__main__",),
 )
@@ -68,6 +69,7 @@ WITHOUT_MLX = (
     "options.py",
     "generate.py",
     "cli.py",
+    "commands.py",
     "tools/parse.py",
     "tools/formats.py",
     "tools/declared.py",
