@@ -41,11 +41,6 @@ SAID = (
     (rf"{_VALUE}integer\b.*", r"`\1` wants a whole number"),
     (r"Option '(.*)' requires an argument\.", r"`\1` wants a value"),
     (r"Option '(.*)' does not take a value\.", r"`\1` takes no value"),
-    (
-        r"No such command '(.*)'\. Did you mean '(.*)'\?",
-        r"there is no command `\1`: did you mean `\2`?",
-    ),
-    (r"No such command '(.*)'\.", r"there is no command `\1`"),
 )
 WORDS_HINTS = {
     "generate": "a prompt of several words stands in quotes",
@@ -89,7 +84,7 @@ class App(Group):
         from ds4cli.settings import nearest
 
         hint = nearest(cmd_name, TEXTS) or f"see `{ctx.command_path} --help`"
-        raise UsageError(f"unknown command `{cmd_name}`", hint)
+        raise UsageError(f"there is no command `{cmd_name}`", hint)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """No arguments ask for help, too."""
