@@ -18,8 +18,6 @@ from mlx_lm.models.cache import KVCache
 STEP = KVCache.step
 # Which of a model's caches: its number, and one number more for each `CacheList` that it is in.
 Place = tuple[int, ...]
-# Calls with a row that nobody has before the others are copied: most often a new lane comes.
-PATIENCE = 8
 
 
 class Seat:
@@ -173,7 +171,6 @@ class Seating:
         self.is_full = False
         self._most = 0  # positions that a lane may have to keep its seat, as last found
         self._seats: list[weakref.ref[Seat] | None] = []  # by row; None: not taken yet
-        self._spare_calls = 0  # in a row, with rows that nobody has
 
     def seat(self, lanes: Sequence[list[Any]]) -> list[int]:
         """Give a seat to every lane whose length makes it pay; lanes: the caches of each. Returns
@@ -230,14 +227,12 @@ class Seating:
         return [at(caches, place) for place in self._places]
 
     def _tidy(self, new: int) -> None:
-        """Let rows go that stay free, or where most are: attention runs over all rows."""
+        """Let rows go that nobody has: attention runs over all rows, and only where each is one of
+        a lane of the call it is a batch. Who takes a place that got free does so before the call.
+        """
         seats = [seat for seat in self._held() if seat is not None]
-        needed = len(seats) + new
-        spare = len(self._seats) - needed
-        self._spare_calls = self._spare_calls + 1 if spare > 0 else 0
-        if spare <= 0 or (spare <= needed and self._spare_calls < PATIENCE):
+        if len(self._seats) <= len(seats) + new:
             return
-        self._spare_calls = 0
         if not seats:
             self.arenas, self._seats = [], []
             return
