@@ -29,7 +29,7 @@ from ds4cli.engine.capabilities import Capabilities, survey
 from ds4cli.engine.scores import Spelling
 from ds4cli.engine.session import Session
 from ds4cli.errors import ModelError, StateError, UsageError
-from ds4cli.hooks import convolutions, delta
+from ds4cli.hooks import activations, convolutions, delta
 from ds4cli.hooks.cuda import attention, recurrences, switch
 from ds4cli.hooks.last_row import Projections
 from ds4cli.hooks.taps import Taps
@@ -81,6 +81,7 @@ class Armed:
             delta.use(model)
             recurrences.use(model)
             convolutions.use(model)
+            activations.use(model)
             armed = cls(Projections(model), *_recorder(model))
             model.ds4cli_armed = armed
         return armed

@@ -47,10 +47,10 @@ def derived(cls: type, *methods: Callable) -> type:
     return type(cls.__name__, (cls,), {**body, "__module__": cls.__module__})
 
 
-def rebound(cls: type, replace: Mapping[str, Callable[[Any], Callable]]) -> type:
+def rebound(cls: type, replace: Mapping[str, Callable[[Any], Any]]) -> type:
     """A subclass of `cls` in which each global function named in `replace` is wrapped.
 
-    replace: name -> maker; the maker gets the function that the name means now.
+    replace: name -> maker; the maker gets the function, or the module, that the name means now.
     """
     globals_of: dict[int, dict] = {}
     methods = []
