@@ -282,6 +282,25 @@ def test_an_exception_in_one_lanes_part_is_that_lanes_own(monkeypatch):
         check(made.model, joined[i])
 
 
+def test_a_call_of_the_only_lane_that_is_left_parts_nobody(monkeypatch):
+    """A call that one lane ran ahead, when the others had left, failed: those that joined later
+    were called one by one, because "a call for 0 failed"."""
+    made, heard = engine("llama"), []
+    truth, group = alone(made, [{"max_tokens": 12}] * 5), Group(made, heard.append)
+    joined = list(sessions(made))
+    lanes = [group.join(s, max_tokens=12) for s in joined[:2]]
+    rounds(group, 3)
+    group.leave(lanes[0])
+    layers = joined[1].timeline._now.layers
+    with monkeypatch.context() as failing:
+        failing.setattr(layers, "before_write", lambda *_: 1 / 0)
+        group.call()
+    for session in joined[2:]:
+        group.join(session, max_tokens=12)
+    assert not rounds(group) and not heard and not group.is_apart
+    assert [s.tokens[-12:] for s in joined[1:]] == [tokens for tokens, *_ in truth[1:]]
+
+
 @pytest.mark.parametrize("when", ["fed", "evaluated"])
 def test_a_joint_call_that_cannot_be_is_said_and_made_one_by_one(monkeypatch, when):
     """A batch ended because there was no memory for eight at a time."""

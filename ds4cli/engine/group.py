@@ -430,8 +430,8 @@ class Group:
         own. Where that fails for none of them, it is the joint call that cannot be."""
         for lane in self.lanes:
             lane.forget()
-        due = self._due()
-        if not self._call_each(due):
+        due = self._due()  # none where the only lane left goes on as its session does
+        if due and not self._call_each(due):
             self.is_apart = True
             self._warn(f"one at a time from here on, for a call for {len(due)} failed: {error}")
 
