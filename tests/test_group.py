@@ -5,7 +5,7 @@ from itertools import pairwise
 import mlx.core as mx
 import pytest
 from oracle import KINDS as KINDS_OF_STATE
-from oracle import Letters, OracleDrafter, check, engine, prompt
+from oracle import Letters, OracleDrafter, check, engine, interrupts, prompt
 from test_repair import PROMPT, ScriptedModel
 from test_tools_exact import BAD, LENGTH, FakeModel
 from tiny import V, build
@@ -14,7 +14,7 @@ from toolkit import TOOLS, tokenizer
 from ds4cli.caches.arena import SeatedKVCache
 from ds4cli.drafters.drafter import Together
 from ds4cli.engine.engine import Engine
-from ds4cli.engine.group import Group
+from ds4cli.engine.group import Group, Lane
 from ds4cli.errors import ModelError
 from ds4cli.lanes.arm import Lanes
 from ds4cli.settings import Settings
@@ -405,6 +405,23 @@ def test_lanes_that_record_nothing_say_the_same_and_take_no_further_call(name, n
         assert s.counters.forwards - before <= s.stats.blocks + 2
         assert s.kept_bytes()["checkpoints"] == 0
     check(made.model, joined[1])
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_who_records_nothing_does_not_after_an_interrupt_either(lanes):
+    """Ctrl-C within a call with guesses left a session recording that was told not to."""
+    made = engine("mamba2", speculate="always", num_draft_tokens=3)
+    joined = list(sessions(made, kinds=KINDS[:lanes]))
+    for session in joined:
+        session.recording, session.drafter = False, OracleDrafter([5] * 90, 1.0)
+    for interrupt in interrupts(Group._open, Lane.record, Lane._take):
+        group = Group(made)
+        for session in joined:
+            group.join(session, max_tokens=9)
+        with interrupt:
+            rounds(group, 2)
+        group.close()
+        assert not any(session.recording for session in joined)
 
 
 class Clock:

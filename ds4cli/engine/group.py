@@ -132,7 +132,7 @@ class Lane:
         if self._alone is not None:
             self._alone.close()
             self._alone = None
-            self.session.recording = self._records
+        self.session.recording = self._records  # also where `record` was cut short
 
     # -- what the group asks ----------------------------------------------------------------------
 
