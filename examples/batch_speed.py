@@ -6,10 +6,10 @@ python examples/batch_speed.py MODEL --drafts [--copy] [--drafter NAME] [--lanes
 
 Each row is so many prompts of unlike lengths, read and answered to their end, by sessions that are
 stepped together and by `mlx_lm.batch_generate` on the same weights, in turns in one process. With
-`--drafts` it is sessions with guesses and the same without, and only the writing is timed. With
-`--copy` these are lines that are to be copied, half of them with an edit, four a lane: they end by
-themselves, and the next one takes the lane. No turn guesses from what another one wrote. The last
-two columns count the texts that are what each of the two says to that prompt alone.
+`--drafts` it is sessions with guesses and the same without, on four lines a lane: whenever one ends
+the next takes its place, and only the writing is timed. With `--copy` these lines are to be copied,
+half of them with an edit. No turn guesses from what another one wrote. The last two columns count
+the texts that are what each of the two says to that prompt alone.
 """
 
 from __future__ import annotations
@@ -191,7 +191,8 @@ def row(sides: dict, lanes: int, given: argparse.Namespace, engine: Engine) -> s
     if given.copy:
         asked = copies(engine, 4 * lanes, seed=lanes)
     else:
-        asked = prompts(engine, lanes, given.prompt, given.shared, seed=lanes)
+        several = 4 * lanes if given.drafts else lanes
+        asked = prompts(engine, several, given.prompt, given.shared, seed=lanes)
     rates: dict[str, list[float]] = {name: [] for name in sides}
     same = {}
     for turn in range(given.repeats + 1):
