@@ -109,6 +109,25 @@ def test_a_machine_that_is_busy_for_a_while_makes_no_size_dear(monkeypatch):
     assert seconds.keys() == {0, *SIZES} and costs_module.is_sound(seconds)
 
 
+def test_a_size_that_always_seems_dear_is_left_out(monkeypatch):
+    """A list with calls of 3 rows that took three times those of 4 was measured anew, for a second,
+    by each process."""
+    e, now = engine("llama", model=build("llama")), [0.0]
+    timeline = e.scratch_timeline()
+    feed = timeline.feed
+
+    def slow(tokens, **how):
+        now[0] += 0.001 * (1 + 0.1 * len(tokens)) * (3 if len(tokens) in (3, 10) else 1)
+        return feed(tokens, **how)
+
+    monkeypatch.setattr(timeline, "feed", slow)
+    seconds = measure(timeline, e.session().sampler, prompt(8), 2.0, lambda: now[0])
+    assert seconds.keys() == {0, *SIZES} - {3, 10} and list(seconds) == sorted(seconds)
+    assert costs_module.is_sound(seconds)
+    lone = {0: 0.1, 1: 0.9, 2: 0.2}
+    assert costs_module._undisturbed(lone) == lone, "what every list has"
+
+
 def test_a_list_that_plain_tokens_contradict_is_stale(tmp_path):
     """A list of a busy machine, believed for ever on a quiet one."""
     prices = PriceList(seconds=dict(LIST))
