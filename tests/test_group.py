@@ -93,6 +93,20 @@ def test_lanes_say_what_each_says_alone(name):
         check(made.model, session)
 
 
+@pytest.mark.parametrize("speculate", ["auto", "always"])
+def test_texts_of_one_token_are_lanes_as_others_are(speculate):
+    """States that are longer behind longer texts were not to be stacked: all lanes were called one
+    by one, to their end."""
+    made, heard = engine("longcat_flash_ngram", speculate=speculate), []
+    truth, group = alone(made, [{"max_tokens": 5}] * 5), Group(made, heard.append)
+    joined = list(sessions(made))
+    for session, (tokens, *_) in zip(joined, truth, strict=True):
+        session.drafter = OracleDrafter([*session.tokens, *tokens], 0.6)
+    lanes = [group.join(session, max_tokens=5) for session in joined]
+    assert written(group, lanes) == truth and not heard
+    check(made.model, joined[2])
+
+
 def test_lanes_that_join_and_end_leave_the_others_alone():
     """A call that runs ahead belonged to a lane that had ended; a new one was given its row."""
     made, limits = engine("lfm2"), [{"max_tokens": n} for n in (4, 30, 11, 2, 19)]

@@ -139,7 +139,10 @@ class Batch:
             apart = [caches for caches in own if stack_of(caches) is None]
             if any(x is None for caches in apart for cache in caches for x in cache.cache):
                 return False
-            stack = self._stack = Stack(own)
+            try:
+                stack = self._stack = Stack(own)
+            except ValueError:  # states of unlike shapes: token ids at the beginning of a text
+                return False
         for cache, slots in zip(self.states, stack.layers, strict=True):
             cache.cache = [*slots]
         return True

@@ -7,7 +7,7 @@ other numbers of rows have in common is computed once, see `mixers.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -39,7 +39,9 @@ def stacked(cls: type) -> type:
 def _in_groups(alone: Callable, states: LaneCache, args: tuple, kwargs: dict) -> Any:
     """What `alone` makes of the rows of all lanes, for one group of lanes after the other."""
     call, settled = states.call, []
-    groups = [Group(states, lanes) for lanes in call.by_size.values()]
+    groups = [
+        Group(states, lanes) for own in call.by_size.values() for lanes in _alike(states, own)
+    ]
     outputs: list[Any] = []
     products: list[Product | None] = []
     now = here.sharing = Sharing() if len(groups) > 1 else None
@@ -62,6 +64,15 @@ def _in_groups(alone: Callable, states: LaneCache, args: tuple, kwargs: dict) ->
     module, rows = last_module(outputs, products)
     joined = _in_order(groups, rows)
     return joined if module is None else module(joined)
+
+
+def _alike(states: LaneCache, lanes: list[int]) -> Iterable[list[int]]:
+    """The lanes by the shapes of their states: token ids that n-grams are looked up with are fewer
+    at the beginning of a text."""
+    found: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for lane in lanes:
+        found.setdefault(tuple([x.shape for x in states.lanes[lane].cache]), []).append(lane)
+    return found.values()
 
 
 def _in_order(groups: Sequence[Group], rows: Sequence[mx.array]) -> mx.array:
