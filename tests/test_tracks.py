@@ -10,7 +10,7 @@ import pytest
 
 from ds4cli.backend.memory import taken_bytes
 from ds4cli.errors import ModelError
-from ds4cli.tape.kept import Kept
+from ds4cli.tape.kept import Kept, UnlikeSlots
 from ds4cli.tape.tape import Tape
 from ds4cli.tape.tracks import CallRows, States, Tail, Track, batched, spans
 
@@ -151,7 +151,7 @@ def test_slots_of_the_last_rows_of_each_lane(keep, lead, grows, time_axis):
             for rows in ((1, 4, 2), (3, 3, 3), (4, 1, 1)):
                 want = [slot(b + n, keep, grows) for b, n in zip(begins, rows, strict=True)]
                 if len({len(one) for one in want}) > 1:
-                    with pytest.raises(ValueError, match="concatenate"):
+                    with pytest.raises(UnlikeSlots):
                         tape.replay_each([[known]], rows)
                     continue
                 ((got,),) = tape.replay_each([[known]], rows)

@@ -80,4 +80,4 @@ def test_a_rewind_inside_the_block_is_short_to_read(session):
     found = entered(lambda: session.rewind(end - 2))
     ours = {name: found[name] for name in found if name not in REPLAY}
     assert len(ours) <= 6 and functions(ours) <= 30
-    assert len(found) <= 11 and functions(found) <= 58
+    assert len(found) <= 11 and functions(found) <= 59

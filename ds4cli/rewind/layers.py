@@ -16,7 +16,7 @@ from ds4cli.backend.memory import taken_bytes
 from ds4cli.caches.adapter import LayerAdapter
 from ds4cli.caches.arena import Seat, SeatedKVCache, held, put_back
 from ds4cli.caches.build import adapt, nest
-from ds4cli.caches.stack import Stack, StackedSlots, slots_of, stack_of
+from ds4cli.caches.stack import Stack, StackedCache, StackedSlots, slots_of, stack_of
 from ds4cli.rewind.checkpoints import Checkpoint
 from ds4cli.tape.tape import Slots
 
@@ -64,7 +64,8 @@ class Layers:
         """Free to take; good until the next move that is not undone. before_call: only a model call
         is to be undone, which moves all plain layers alike and knows nothing of adapters."""
         caches = self.recurrent_caches
-        slots = slots_of(caches) if caches else []
+        is_stacked = bool(caches) and type(caches[0]) is StackedCache
+        slots = slots_of(caches) if is_stacked else [[*c.cache] for c in caches]
         own = [a.cache for a in self._seekable]
         for cache in own:
             if "seat" in cache.__dict__:
