@@ -6,10 +6,11 @@ python examples/batch_speed.py MODEL --drafts [--copy] [--drafter NAME] [--lanes
 
 Each row is so many prompts of unlike lengths, read and answered to their end, by sessions that are
 stepped together and by `mlx_lm.batch_generate` on the same weights, in turns in one process. With
-`--drafts` it is sessions with guesses and the same without, on four lines a lane: whenever one ends
-the next takes its place, and only the writing is timed. With `--copy` these lines are to be copied,
-half of them with an edit. No turn guesses from what another one wrote. The last two columns count
-the texts that are what each of the two says to that prompt alone.
+`--drafts` it is sessions with guesses and the same without, on four lines a lane with answers of
+unlike lengths: whenever one ends the next takes its place, and only the writing is timed. With
+`--copy` these lines are to be copied, half of them with an edit. No turn guesses from what another
+one wrote. The last two columns count the texts that are what each of the two says to that prompt
+alone.
 """
 
 from __future__ import annotations
@@ -108,14 +109,15 @@ class Ours:
         session.sync(prompt)
         return [t for event in session.stream(max_tokens=tokens, stop=[]) for t in event.tokens]
 
-    def together(self, prompts: Texts, tokens: int, lanes: int) -> Texts:
-        """The answers, so many of them written at a time."""
+    def together(self, prompts: Texts, tokens: Sequence[int], lanes: int) -> Texts:
+        """The answers, of so many tokens each, so many of them written at a time."""
         reader, group = self._session(), self._group
         self.engine.corpus.clear()  # no guesses from an earlier turn
         few = Limits(MAX_BLOCK_TOKENS, reader.limits.budget_bytes, reader.limits.chunk_tokens)
         common = min(common_prefix(prompts[0], prompt[:-1]) for prompt in prompts)
         reader.sync(prompts[0][:common])
         waiting, written, texts, read_s = [*prompts], {}, [], 0.0
+        most = iter(tokens)
         begin = time.perf_counter()
         try:
             while waiting or group.lanes:
@@ -124,7 +126,7 @@ class Ours:
                     waiting, began = waiting[len(free) :], time.perf_counter()
                     for session in self._read([reader.fork(few) for _ in free], free):
                         texts.append([])
-                        written[group.join(session, max_tokens=tokens, stop=[])] = texts[-1]
+                        written[group.join(session, max_tokens=next(most), stop=[])] = texts[-1]
                     session, read_s = None, read_s + time.perf_counter() - began
                 group.call()
                 for lane in [lane for lane in written if lane.has_step]:
@@ -164,21 +166,25 @@ class Theirs:
             found.append(token)
         return found
 
-    def together(self, prompts: Texts, tokens: int, lanes: int) -> Texts:
+    def together(self, prompts: Texts, tokens: Sequence[int], lanes: int) -> Texts:
         done = batch_generate(
-            self._model, self._tokenizer, prompts, max_tokens=tokens, return_token_ids=True
+            self._model, self._tokenizer, prompts, max_tokens=[*tokens], return_token_ids=True
         )
         return done.token_ids
 
 
 def timed(
-    side: Ours | Theirs, prompts: Texts, lanes: int, given: argparse.Namespace
+    side: Ours | Theirs,
+    prompts: Texts,
+    tokens: Sequence[int],
+    lanes: int,
+    given: argparse.Namespace,
 ) -> tuple[float, Texts]:
     """Tokens a second, and the texts; 0 and none where it fails."""
     mx.clear_cache()
     begin = time.perf_counter()
     try:
-        texts = side.together(prompts, given.tokens, lanes)
+        texts = side.together(prompts, tokens, lanes)
     except Exception as error:
         print(f"{type(side).__name__}: {type(error).__name__}: {error}"[:200])
         return 0.0, []
@@ -193,15 +199,19 @@ def row(sides: dict, lanes: int, given: argparse.Namespace, engine: Engine) -> s
     else:
         several = 4 * lanes if given.drafts else lanes
         asked = prompts(engine, several, given.prompt, given.shared, seed=lanes)
+    tokens = [given.tokens] * len(asked)
+    if given.drafts:  # no two end together, with guesses or without
+        draw = random.Random(lanes)
+        tokens = [draw.randint(given.tokens // 2, given.tokens * 3 // 2) for _ in asked]
     rates: dict[str, list[float]] = {name: [] for name in sides}
     same = {}
     for turn in range(given.repeats + 1):
         for name, side in sides.items():
-            rate, texts = timed(side, asked, lanes, given)
+            rate, texts = timed(side, asked, tokens, lanes, given)
             if turn:
                 rates[name].append(rate)
             elif not given.fast:
-                alone = [side.alone(prompt, given.tokens) for prompt in asked]
+                alone = [side.alone(*each) for each in zip(asked, tokens, strict=True)]
                 same[name] = sum(a == b for a, b in zip(alone, texts, strict=False))
     middle = {name: statistics.median(found) for name, found in rates.items()}
     ours, theirs = rates.values()
