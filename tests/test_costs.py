@@ -136,7 +136,10 @@ def test_a_list_that_plain_tokens_contradict_is_stale(tmp_path):
         plain.add(0.0125)
     assert not prices.is_stale(plain, 100)
     for _ in range(99):
-        plain.add(0.006)
+        plain.add(0.0075)
+    assert not prices.is_stale(plain, 100), "a process differs from the next by so much"
+    for _ in range(99):
+        plain.add(0.004)
     assert prices.is_stale(plain, 100)
     assert not prices.is_stale(plain, 9000)  # a long context is another thing to time
     prices.took_s = 1.0

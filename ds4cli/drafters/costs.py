@@ -44,9 +44,10 @@ READ_S = 0.5
 # A list is no good where a call is cheaper than one of fewer rows by more than this share, or
 # dearer than as many calls of one row by half: it was measured while something else ran.
 MOST_FALL, MOST_RISE = 1 / 3, 1.5
-# Plain tokens that differ from the list by more than a third say so, too, once as many were timed,
-# and at about the context that it was measured at.
-MOST_OFF, ENOUGH_PLAIN = 4 / 3, 16.0
+# Plain tokens of twice or half what the list says say so, too, once as many were timed, and at
+# about the context that it was measured at. Less is what one process differs from the next by on
+# some machines, and measuring takes as long as hundreds of tokens.
+MOST_OFF, ENOUGH_PLAIN = 2.0, 16.0
 # Prices assumed until they are measured: on the high side, so that only guesses that are nearly
 # sure are tried. Beyond the sizes that were measured a row is assumed to cost little: a guess that
 # is too low is found out.
