@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ds4cli.drafters.costs import DraftTimes, Mean
 from ds4cli.drafters.drafter import Drafter
 from ds4cli.drafters.policy import LEAST_PROBING, LESS_PROBING, MOST_PROBING
-from ds4cli.drafters.rounds import SIZES, RoundCosts, best_size
+from ds4cli.drafters.rounds import RoundCosts, best_size, sizes_for
 
 # Rounds after which the reading of a prompt is to be repaid, and how much one still counts after
 # the next.
@@ -86,9 +86,7 @@ class Asking:
         """Of the guesses that make more tokens in the same time than none; 0 if there are none."""
         found, (_, best) = 0, best_size(costs, lanes, free)
         most, reading = max(map(len, hopes), default=0), new * self._reading.value / REPAID_AFTER
-        for size in SIZES:
-            if size >= 2 * (1 + most) or (size > FIRST_SIZE and not costs.is_known):
-                break
+        for size in sizes_for(costs, most, FIRST_SIZE):
             n = min(size - 1, most)
             tokens = lanes + sum([sum(own[:n]) for own in (*hopes, *free)])
             spent = (self.seconds(len(hopes), n) + reading) / costs.plain(lanes)

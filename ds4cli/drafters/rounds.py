@@ -155,6 +155,16 @@ def _near(known: dict[int, Mean], lanes: int) -> Mean | None:
     return known[min(near, key=lambda n: abs(n - lanes))] if near else None
 
 
+def sizes_for(
+    costs: RoundCosts, guesses: int, first: int = FIRST_SIZE, most: int = SIZES[-1]
+) -> list[int]:
+    """Lengths to choose from for up to so many guesses a lane: of two that hold all of them the
+    shorter one, none over `most`, nor over `first` before any was timed."""
+    if not costs.is_known:
+        most = min(first, most)
+    return [size for size in SIZES if size <= most and size < 2 * (1 + guesses)]
+
+
 def best_size(
     costs: RoundCosts,
     lanes: int,
@@ -167,10 +177,7 @@ def best_size(
     first two, ... spent: what making them took, in plain rounds. most: tokens of a block."""
     best, highest = 1, (1 + WORTHWHILE) * lanes / (1 + spent)
     longest = max(map(len, chances), default=0)
-    for size in SIZES:
-        # Of two that hold all guesses the shorter one does.
-        if size > most or size >= 2 * (1 + longest) or (size > FIRST_SIZE and not costs.is_known):
-            break
+    for size in sizes_for(costs, longest, most=most):
         tokens = lanes + sum([sum(own[: size - 1]) for own in chances])
         rate = tokens / (spent + costs.cost(lanes, size))
         if rate > highest:
