@@ -33,6 +33,13 @@ def spans(lengths: Iterable[int], start: int, stop: int) -> Iterator[tuple[int, 
             yield i, max(0, start - begin), min(rows, stop - begin)
 
 
+def by_kernels(
+    tracks: Sequence[Track], starts: Sequence[mx.array | None], kept: mx.array | None = None
+) -> list[mx.array]:
+    """`Track.by_kernel` of each from its own start, a launch a track."""
+    return [t.by_kernel(start, kept) for t, start in zip(tracks, starts, strict=True)]
+
+
 def batched(starts: Sequence[mx.array | None], axis: int = 0) -> mx.array | None:
     """The start slots of tracks that are replayed as one batch: all are None, or none is."""
     known = [start for start in starts if start is not None]
@@ -116,6 +123,11 @@ class Track:
         cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], rows: int
     ) -> list[mx.array]:
         """The slot of each track after its first `rows` rows, from the slots `starts`."""
+        raise NotImplementedError
+
+    def by_kernel(self, start: mx.array | None, kept: mx.array | None = None) -> mx.array:
+        """The slot after all rows, from `start`, by a kernel; kept: after so many rows of each
+        lane, int32 (lanes,). For those that have one."""
         raise NotImplementedError
 
     @classmethod

@@ -23,7 +23,7 @@ from ds4cli.hooks.rebind import Swaps, calls, derived, rebound, with_globals
 from ds4cli.tape import frames
 from ds4cli.tape.families.short_conv import arm_convolutions
 from ds4cli.tape.kept import Kept
-from ds4cli.tape.tracks import Track, batched
+from ds4cli.tape.tracks import Track, batched, by_kernels
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -78,8 +78,7 @@ class DeltaRows(Track):
                 return inside
             starts = inside
         if delta.runs_alone(tracks[0].data[0].shape[-1]):
-            pairs = zip(tracks, starts, strict=True)
-            return [t.cut(stop, rows)._after(start) for t, start in pairs]
+            return by_kernels([t.cut(stop, rows) for t in tracks], starts)
         k, v, g, beta = cls.stack(tracks, rows, stop)
         return list(mx.split(delta.final_state(k, v, g, beta, batched(starts)), len(tracks)))
 
@@ -88,13 +87,12 @@ class DeltaRows(Track):
         cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], kept: Kept
     ) -> list[mx.array]:
         if delta.runs_alone(tracks[0].data[0].shape[-1]):
-            pairs = zip(tracks, starts, strict=True)
-            return [t._after(start, kept.counts) for t, start in pairs]
+            return by_kernels(tracks, starts, kept.counts)
         k, v, g, beta = cls.stack(tracks, kept.total)
         state, mask = batched(starts), kept.mask(len(tracks))
         return list(mx.split(delta.final_state(k, v, g, beta, state, mask), len(tracks)))
 
-    def _after(self, start: mx.array | None, kept: mx.array | None = None) -> mx.array:
+    def by_kernel(self, start: mx.array | None, kept: mx.array | None = None) -> mx.array:
         """The state after all rows, or those that are kept, by the kernel on CUDA; any q will do:
         only outputs depend on it."""
         k, v, g, beta = self.data

@@ -23,7 +23,7 @@ from ds4cli.hooks.cuda import kernels, switch
 from ds4cli.hooks.rebind import Swaps, derived
 from ds4cli.tape import frames
 from ds4cli.tape.kept import Kept
-from ds4cli.tape.tracks import HALF, CallRows, Tail, batched
+from ds4cli.tape.tracks import HALF, CallRows, Tail, batched, by_kernels
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -49,8 +49,7 @@ class WkvRows(CallRows):
         cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], rows: int
     ) -> list[mx.array]:
         if tracks[0].has_kernel:
-            pairs = zip(tracks, starts, strict=True)
-            return [t.cut(0, rows)._after(start) for t, start in pairs]
+            return by_kernels([t.cut(0, rows) for t in tracks], starts)
         return cls._all_after(tracks, starts, cls.stack(tracks, rows))
 
     @classmethod
@@ -58,8 +57,7 @@ class WkvRows(CallRows):
         cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], kept: Kept
     ) -> list[mx.array]:
         if tracks[0].has_kernel:
-            pairs = zip(tracks, starts, strict=True)
-            return [t._after(start, kept.counts) for t, start in pairs]
+            return by_kernels(tracks, starts, kept.counts)
         w, *others = cls.stack(tracks, kept.total)
         columns = [kept.only(w, 1), *(kept.only(x) for x in others)]
         return cls._all_after(tracks, starts, columns)
@@ -69,7 +67,7 @@ class WkvRows(CallRows):
         known = switch.is_on() and kernels.fits(self.data[0].shape[-1])
         return known and self.dtype not in HALF
 
-    def _after(self, start: mx.array | None, kept: mx.array | None = None) -> mx.array:
+    def by_kernel(self, start: mx.array | None, kept: mx.array | None = None) -> mx.array:
         """The state after all rows, or those that are kept, by the kernel; r makes outputs only."""
         state = _state([self], [start]).astype(self.dtype)
         w, k, v, a, b = self.data

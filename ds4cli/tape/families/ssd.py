@@ -23,7 +23,7 @@ from ds4cli.hooks.rebind import Swaps, calls, rebound
 from ds4cli.tape import frames
 from ds4cli.tape.families.short_conv import arm_convolutions
 from ds4cli.tape.kept import Kept
-from ds4cli.tape.tracks import Track, batched
+from ds4cli.tape.tracks import Track, batched, by_kernels
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -48,8 +48,7 @@ class SsdRows(Track):
         cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], rows: int
     ) -> list[mx.array]:
         if tracks[0].has_kernel:
-            pairs = zip(tracks, starts, strict=True)
-            return [t.cut(0, rows)._after(start) for t, start in pairs]
+            return by_kernels([t.cut(0, rows) for t in tracks], starts)
         x, B, dt = cls.stack(tracks, rows)
         return cls._all_after(tracks, starts, x, B, cls._steps(tracks, dt))
 
@@ -58,8 +57,7 @@ class SsdRows(Track):
         cls, tracks: Sequence[Self], starts: Sequence[mx.array | None], kept: Kept
     ) -> list[mx.array]:
         if tracks[0].has_kernel:
-            pairs = zip(tracks, starts, strict=True)
-            return [t._after(start, kept.counts) for t, start in pairs]
+            return by_kernels(tracks, starts, kept.counts)
         x, B, dt = cls.stack(tracks, kept.total)
         # In a step of no length nothing decays, and nothing is added.
         dt = kept.only(cls._steps(tracks, dt))
@@ -69,7 +67,7 @@ class SsdRows(Track):
     def has_kernel(self) -> bool:
         return switch.is_on() and kernels.fits(self.data[1].shape[-1])
 
-    def _after(self, start: mx.array | None, kept: mx.array | None = None) -> mx.array:
+    def by_kernel(self, start: mx.array | None, kept: mx.array | None = None) -> mx.array:
         """The state after all rows, or those that are kept, by the kernel; C and D make outputs
         only."""
         x, B, dt = self.data
