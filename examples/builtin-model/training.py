@@ -114,15 +114,25 @@ class Muon:
             torch._foreach_add_(group, list(update.unbind()), alpha=-rate * scale)
 
 
-def optimizers(model: Model) -> tuple[Muon, torch.optim.AdamW]:
-    matrices, others = [], []
-    for name, param in model.named_parameters():
-        inner = param.ndim == 2 and "embed" not in name and min(param.shape) >= 32
-        (matrices if inner else others).append(param)
-    fused = others[0].is_cuda
-    return Muon(matrices), torch.optim.AdamW(
-        others, betas=(0.9, 0.98), weight_decay=0.0, fused=fused
-    )
+class Optimizers:
+    """Muon for a model's matrices, but for those with `apart` in their name, AdamW for the rest."""
+
+    def __init__(self, model: torch.nn.Module, apart: str, args: argparse.Namespace):
+        matrices, others = [], []
+        for name, param in model.named_parameters():
+            inner = param.ndim == 2 and apart not in name and min(param.shape) >= 32
+            (matrices if inner else others).append(param)
+        fused = others[0].is_cuda
+        self.model, self.args, self.muon = model, args, Muon(matrices)
+        self.adam = torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0, fused=fused)
+
+    def step(self, factor: float) -> None:
+        """One step at the rates of `args` times `factor`; the gradients are gone after it."""
+        self.muon.step(self.args.muon_rate * factor)
+        for group in self.adam.param_groups:
+            group["lr"] = self.args.adam_rate * factor
+        self.adam.step()
+        self.model.zero_grad(set_to_none=True)
 
 
 def rate_at(done: float, step: int, decay_from: float) -> float:
@@ -183,7 +193,7 @@ class Run:
         self.model = Model(self.config).to(self.device)
         if args.start:
             load(self.model, args.start)
-        self.muon, self.adam = optimizers(self.model)
+        self.optimizers = Optimizers(self.model, "embed", args)
         tokenizer = Tokenizer.from_file(str(path))
         self.dialogues = self.to_device(held_out_rows(tokenizer, self.recipe, args.batch))
         self.text = self.to_device(held_out_text(tokenizer, args.length, args.batch))
@@ -232,11 +242,7 @@ class Run:
         loss = (losses * weight).sum() / weight.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.muon.step(self.args.muon_rate * factor)
-        for group in self.adam.param_groups:
-            group["lr"] = self.args.adam_rate * factor
-        self.adam.step()
-        self.model.zero_grad(set_to_none=True)
+        self.optimizers.step(factor)
 
     def report(self, step: int, started: float) -> None:
         with torch.autocast(self.device, torch.bfloat16):

@@ -15,7 +15,7 @@ from pytorch import F, Tensor, torch
 from rows import Recipe, held_out_rows, held_out_text, start_workers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from training import Muon, Store, load, rate_at, unpack
+from training import Optimizers, Store, load, rate_at, unpack
 
 DISCOUNT = 0.9  # of a draft's loss against the draft before it: it counts only if that was right
 CONFIDENCE = 0.1  # weight of the confidence head's loss
@@ -83,17 +83,6 @@ def accepted(heads: Heads, chains: Chains, valid: Tensor, runs: int) -> list[tup
 # -- the run ------------------------------------------------------------------------------------
 
 
-def optimizers(heads: Heads) -> tuple[Muon, torch.optim.AdamW]:
-    matrices, others = [], []
-    for name, param in heads.named_parameters():
-        inner = param.ndim == 2 and "markov" not in name and min(param.shape) >= 32
-        (matrices if inner else others).append(param)
-    fused = others[0].is_cuda
-    return Muon(matrices), torch.optim.AdamW(
-        others, betas=(0.9, 0.98), weight_decay=0.0, fused=fused
-    )
-
-
 class Run:
     """Everything of one training run; `go` works until the clock says stop."""
 
@@ -113,7 +102,7 @@ class Run:
         else:  # the output head expects states of the size that the target's own norm gives
             for head in self.heads.children():
                 head.norm.load_state_dict(self.target.norm.state_dict())
-        self.muon, self.adam = optimizers(self.heads)
+        self.optimizers = Optimizers(self.heads, "markov", args)
         self.held_out = dict(self.held_out_groups(Tokenizer.from_file(str(path)), recipe))
         self.store = Store(queue, args.store, args.length, self.device)
         self.losses = losses_of
@@ -180,11 +169,7 @@ class Run:
         (drafts + CONFIDENCE * doubts + repeated).backward()
         for head in self.heads.children():
             torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        self.muon.step(self.args.muon_rate * factor)
-        for group in self.adam.param_groups:
-            group["lr"] = self.args.adam_rate * factor
-        self.adam.step()
-        self.heads.zero_grad(set_to_none=True)
+        self.optimizers.step(factor)
         return tuple(loss.detach() for loss in losses)
 
     def report(self, step: int, losses: tuple[Tensor, ...], started: float) -> None:
