@@ -5,6 +5,7 @@ models: `test_group.py`.
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 
 import mlx.core as mx
@@ -115,6 +116,34 @@ def test_plain_lanes_run_one_call_ahead():
     assert next(lanes[0].events).finish_reason == "length" and group.lanes == [lanes[1]]
     assert lanes[0].left == 0 and lanes[1].left == 3
     assert group.join(joined[0], max_tokens=-1).left is None
+
+
+def test_no_call_is_made_without_a_lane_that_is_about_to_leave():
+    """A call for all but one, whose seat is still taken, is no batch: it took as long as four, on a
+    GPU, each time that a line ended."""
+    made, hooks = made_with()
+    truth = said([*sessions(made, kinds=KINDS[:2])][1].stream(max_tokens=20))[0]
+    made.stop_ids = {truth[6]}
+    group, joined = Group(made), [*sessions(made, (0, 1), KINDS[:3])]
+    waiting, calls = list(zip(joined, [3, 20, 9, 5, 20, 8], strict=True)), 0
+    while waiting or group.lanes:
+        while waiting and len(group.lanes) < 3:
+            session, limit = waiting.pop(0)
+            group.join(session, max_tokens=limit)
+        group.call()
+        assert len(hooks.fed) == calls or len(hooks.fed[-1]) == len(group.lanes)
+        calls = len(hooks.fed)
+        for lane in [lane for lane in group.lanes if lane.has_step]:
+            next(lane.events)
+    assert joined[1].tokens[-6:] == truth[:6] and truth[6] not in truth[:6], "it was stopped"
+
+
+def test_a_last_step_that_nobody_takes_holds_up_no_one():
+    """Guards: waiting for ever for who reads another lane."""
+    group, _, joined, truth = several(3)
+    lanes = [group.join(s, max_tokens=n) for s, n in zip(joined, (1, 1, 12), strict=True)]
+    assert said(lanes[2].events)[0] == truth[2]
+    assert [said(lane.events)[0] for lane in lanes[:2]] == [truth[0][:1], truth[1][:1]]
 
 
 def test_who_does_not_run_ahead_holds_all_up():
@@ -399,6 +428,27 @@ def test_a_group_that_is_closed_leaves_all_as_it_was():
     assert not any(s.timeline.open_blocks for s in joined)
     group.leave(lanes[0])
     assert said(joined[1].stream(max_tokens=4))[0] == truth[1][3:7]
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_lane_that_was_left_touches_its_session_no_more(is_closed):
+    """Its reply, forgotten half-way, undid what the session had opened since, whenever it happened
+    to be collected."""
+    group, _, joined, truth = several(2)
+    left = [group.join(s, max_tokens=12) for s in joined]
+    rounds(group, 4)
+    if is_closed:
+        group.close()
+    else:
+        for lane in left:
+            group.leave(lane)
+    again = [group.join(s, max_tokens=5) for s in joined]
+    group.call()
+    left.clear()
+    lane = None
+    gc.collect()
+    assert all(s.timeline.open_blocks and s.generation is not None for s in joined)
+    assert [tokens for tokens, *_ in written(group, again)] == [t[3:8] for t in truth]
 
 
 def test_history_of_each_lane_reaches_its_picks():

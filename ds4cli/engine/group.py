@@ -4,7 +4,8 @@ A `Lane` writes one session's reply. It goes on by itself, with its own guard, s
 repairs; only the model calls, and the picks from their rows, are made for all lanes at once. So
 what a lane says is what its session would have said alone.
 
-    Group.call              what every lane feeds next, in one call; its picks are on their way
+    Group.call              what every lane feeds next, in one call; its picks are on their way.
+                            Nothing where a lane's last step is found: it is to be taken first
     Lane.has_step           whether something waits for who reads the lane
     next(Lane.events)       commits the lane's part of a call, and shows what it did
 
@@ -18,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from functools import cached_property
+from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -93,6 +95,7 @@ class Lane:
         self._open: deque[Part] = deque()
         self._is_seated_anew = False  # because its last block's rows were not numbers
         self._runs_ahead = False  # a block may be opened on top of the one that is open
+        self._has_told_end = False
         self.guess([])
         self._step: Step | None = None
         self._error: Exception | None = None
@@ -152,6 +155,12 @@ class Lane:
         self.guess([])
         if self.session.next_token() in self.session.engine.stop_ids:
             self._step = Step([], "stop")
+
+    def tells_end(self) -> bool:
+        """Whether its last step is there to take. Told once: nobody may come to take it."""
+        is_last = self._step is not None or (bool(self._open) and self.left == 1)
+        tells, self._has_told_end = is_last and not self._has_told_end, is_last
+        return tells
 
     @property
     def knows_next(self) -> bool:
@@ -351,6 +360,8 @@ class Group:
         if lane in self.lanes:
             self.lanes.remove(lane)
             lane.forget()
+            if getgeneratorstate(lane.events) != GEN_RUNNING:
+                lane.events.close()  # or it would do so whenever it is collected
 
     def unseat(self, lane: Lane) -> None:
         """The lane's next call finds a clean row for it."""
@@ -390,8 +401,12 @@ class Group:
                 self.part(error)
 
     def _due(self) -> list[Lane]:
-        """The lanes that need a block, with the guesses that it carries."""
+        """The lanes that need a block, with the guesses that it carries. None while one is about to
+        leave: a call without it would be no batch, and who comes instead can be part of the next.
+        """
         due = [lane for lane in self.lanes if lane.is_due()]
+        if len(due) < len(self.lanes) and any([lane.tells_end() for lane in self.lanes]):
+            return []
         asked = [lane for lane in due if lane.knows_next]
         self.guesses.make(asked)
         return [lane for lane in due if not lane.has_step] if asked else due
