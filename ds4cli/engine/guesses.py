@@ -175,10 +175,12 @@ class Guesses:
         it hopes for is part of what all lanes stop for."""
         if not self._shares_out(session):
             return session.wants(token, end)
+        if not self._plain:
+            return False
         left = None if end is None else end - session.pos
-        if self._plain and self._is_asking and session.hope(left) is not None:
+        if self._is_asking and session.hope(left) is not None:
             self._stops = True
-        elif self._plain and session.policy.looks(LOOK_EVERY):
+        elif session.policy.looks(LOOK_EVERY):
             _, chances = session.offer(token, left)
             self._hopes.append((session, chances[1:]))  # the first is being computed
         return False
@@ -202,7 +204,7 @@ class Guesses:
 
     @property
     def _is_asking(self) -> bool:
-        return any([asker.asking.length for asker in self._askers.values()])
+        return bool(self._askers) and any([a.asking.length for a in self._askers.values()])
 
     def _look_ahead(self) -> None:
         """Decide whether drafters that take time are asked from here on: lanes that run ahead stop
