@@ -62,7 +62,7 @@ SHARED = (
     _switch("Read no settings file.", "--no-config"),
     _keyword("profile", Annotated[str | None, _PROFILE]),
     _switch("Print all settings and where each came from.", "--show-config"),
-    _switch("Print the reply only.", "--quiet", "-q", panel=OUTPUT),
+    _switch("Print the result only.", "--quiet", "-q", panel=OUTPUT),
     _switch("Print notices too.", "--verbose", "-v", panel=OUTPUT),
     _switch("Show tracebacks, and notices.", "--debug", panel=OUTPUT),
 )

@@ -41,6 +41,8 @@ MODEL, RANKS, SAMPLING, FORM, SPECULATION, REWIND, OUTPUT = PANELS = (
 
 # Says 0 where a number may be left to the engine.
 AUTO = "auto"
+# Letters of a word that is taken for a part of another one.
+LEAST_PART = 3
 
 
 class Table(dict):
@@ -410,8 +412,11 @@ def _choice_hint(value: str, choices: tuple[str, ...]) -> str:
 
 
 def nearest(word: str, known: Any) -> str | None:
-    """A hint that names the known word closest to `word`, if one is close."""
-    close = get_close_matches(word, [str(k) for k in known], n=1)
+    """A hint that names the known word closest to `word`, if one is close, or the only one that it
+    is a part of."""
+    words = [str(k) for k in known]
+    whole = [k for k in words if len(word) >= LEAST_PART and word in k]
+    close = get_close_matches(word, words, n=1) or (whole if len(whole) == 1 else [])
     return f"did you mean `{close[0]}`?" if close else None
 
 

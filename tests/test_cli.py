@@ -192,6 +192,8 @@ def test_bad_input_is_one_line_exit_2_and_loads_nothing(engine, args, message):
         (["chat", "hi"], "nothing takes `hi`", "`ds4cli generate` takes one here"),
         (["models", "x"], "nothing takes `x`", "see `ds4cli models --help`"),
         (["genrate"], "there is no command `genrate`", "generate"),
+        (["gen"], "there is no command `gen`", "generate"),
+        (["bench"], "there is no command `bench`", "rewind-bench"),
         (["zzz"], "there is no command `zzz`", "--help"),
         (["rewind-bench", "--tolerance", "x"], "`--tolerance` wants a number", "--help"),
         (["rewind-bench", "-r", "x"], "`--num-trials` wants a whole number", "--help"),
