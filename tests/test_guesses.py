@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from ds4cli.drafters.drafter import Drafter, Together
-from ds4cli.engine.guesses import LOOK_EVERY, PAUSE, Guesses
+from ds4cli.engine.guesses import LOOK_EVERY, LOOKS_IN_VAIN, PAUSE, Guesses
 from ds4cli.errors import ModelError
 
 
@@ -48,16 +48,10 @@ class Session:
 
     def __init__(self, drafts=(), chances=(), part=None, k=3, hopes=0.9, chooses=True, ahead=True):
         self.is_drafting, self.stats = True, SimpleNamespace(parked=0)
-        self.looked, self.pos = [], 10
-        self.policy = SimpleNamespace(
-            chooses=chooses, runs_ahead=ahead, looks=self._looks, saw=self.looked.append
-        )
+        self.pos = 10
+        self.policy = SimpleNamespace(chooses=chooses, runs_ahead=ahead)
         self.drafts, self.chances, self.part, self.k = list(drafts), list(chances), part, k
         self.hopes, self.fails, self.is_watched, self.told = hopes, None, False, []
-
-    def _looks(self, every):
-        self.looked.append(every)
-        return True
 
     def next_token(self):
         if self.fails is not None:
@@ -263,10 +257,27 @@ def test_lanes_stop_running_ahead_together_for_guesses_that_are_worth_it():
     learn(made, clock, lanes)
     assert stops(made, unsure) is False and unsure.told == [("offer", 3, 20)]
     assert stops(made, unsure, sure) is True and sure.told == [("offer", 3, 20)]
-    assert sure.looked == [LOOK_EVERY, True] and unsure.looked == [LOOK_EVERY, False] * 2
     assert made.is_worth_stopping() is False, "that was said before the last call"
-    sure.policy.looks = lambda every: False
-    assert stops(made, sure) is False and len(sure.told) == 1
+
+
+def test_lanes_look_for_guesses_in_the_same_rounds_where_none_were_worth_it():
+    """Each lane looked at a token of its own, so that what several hoped for was never seen at
+    once; a line that was new looked at all of its first ones."""
+    few, many = Session([1, 2], [0.3, 0.1]), Session([1, 2, 3, 4], [0.99] * 4)
+    made, lanes, clock = guesses_of(few, many)
+    learn(made, clock, lanes)
+    looks = []
+    for _ in range(LOOKS_IN_VAIN + 3 * LOOK_EVERY):
+        before = len(few.told)
+        assert stops(made, few, few) is False
+        looks.append(len(few.told) - before)
+        made.begin([1, 1])
+    assert looks[:LOOKS_IN_VAIN] == [2] * LOOKS_IN_VAIN, "both lanes"
+    assert {*looks[LOOKS_IN_VAIN:]} == {0, 2} and sum(looks[LOOKS_IN_VAIN:]) == 2 * 3
+    while not stops(made, few, many):
+        made.begin([1, 1])
+    made.begin([1, 1])
+    assert stops(made, few, many) is True, "it is worth it again"
 
 
 def stops(made, *sessions):

@@ -103,22 +103,14 @@ class DraftPolicy:
         """Whether to stop running ahead, to feed guesses from the next token on.
 
         Called in place of `choose` where the last of `tokens` is being read by a call of its own.
+        While none has paid for long, every other token is looked at.
         """
-        if not self.looks(2):
+        self._asks += 1
+        if self._idle >= IDLE and self._asks % 2:
             return False
         wanted = self.choose(drafter, tokens, room, region) is not None
-        self.saw(wanted)
-        return wanted
-
-    def looks(self, every: int) -> bool:
-        """Whether to look for guesses at this token of a run ahead: while none has paid for long,
-        at every other one or so. Tell `saw` what came of it."""
-        self._asks += 1
-        return self._idle < IDLE or self._asks % every == 0
-
-    def saw(self, wanted: bool) -> None:
-        """Whether guesses were there that pay."""
         self._idle = 0 if wanted else self._idle + 1
+        return wanted
 
     def offer(
         self, drafter: Drafter, tokens: Sequence[int], room: int, region: str = "prose"

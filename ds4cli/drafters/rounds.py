@@ -63,7 +63,7 @@ class RoundCosts:
         self._planning = 0.0  # what the first round of a shape takes more, in plain ones
         self._fed: _Fed | None = None
         self._row = Mean(DECAY)
-        self._is_tempted = False
+        self._tempted = 0  # rounds
 
     def plain(self, lanes: int) -> float:
         """Seconds of a round of one row a lane, as with the next number of lanes that was timed; 0
@@ -91,9 +91,9 @@ class RoundCosts:
             self._add(fed.lanes, fed.size, fed.took + behind)
         if size > 1:
             self._fed = self._count(lanes, size, seconds / plain if plain else None)
-        if self._is_tempted and size == 1:
-            self._forget()
-        self._is_tempted = False
+        if self._tempted and size == 1:
+            self._forget(self._tempted)
+        self._tempted = 0
 
     def _count(self, lanes: int, size: int, took: float | None) -> _Fed:
         """A round with guesses took so many plain ones."""
@@ -108,15 +108,15 @@ class RoundCosts:
         self._blocks.setdefault(size, {}).setdefault(lanes, Mean(DECAY)).add(took)
         self._row.add((took - 1) / (size - 1))
 
-    def _forget(self) -> None:
+    def _forget(self, rounds: int) -> None:
         """What keeps guesses out is doubted in time."""
         blocks = [mean for means in self._blocks.values() for mean in means.values()]
         for mean in (self._row, *blocks):
-            mean.weight *= FORGET
+            mean.weight *= FORGET**rounds
 
-    def tempt(self) -> None:
-        """There were guesses, and they are not fed."""
-        self._is_tempted = True
+    def tempt(self, rounds: int = 1) -> None:
+        """There were guesses, and they are not fed; this stands for so many rounds."""
+        self._tempted = rounds
 
     @property
     def is_known(self) -> bool:

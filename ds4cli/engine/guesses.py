@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
 # Rounds between two looks at whether it pays to ask who takes time, while it does not.
 PAUSE = 8
-# Tokens of a lane of which one is looked at for guesses that are there, where none were for long:
-# looking, for each of many lanes, is a part of a round that counts.
-LOOK_EVERY = 4
+# Rounds of which one is looked at for guesses that are there, and after how many in which they were
+# not worth it: looking, for each of many lanes, is a part of a round that counts. All lanes look in
+# the same one, for what they stop for is what all of them hope for.
+LOOK_EVERY, LOOKS_IN_VAIN = 8, 16
 
 
 class _Turn:
@@ -81,7 +82,8 @@ class Guesses:
         # When the last call was made, its lanes, and the tokens of the block of each.
         self._round: tuple[float, int, int] | None = None
         # Of lanes that run ahead, since the last call: what they could feed, if they stopped.
-        self._hopes: list[tuple[Session, list[float]]] = []
+        self._hopes: list[list[float]] = []
+        self._rounds = self._in_vain = 0  # and in how many of those looked at nothing was worth it
         self._stops = False  # they do, whatever that is
         self._asked_s = 0.0  # for asking, since then
         self._askers: dict[str, _Asker] = {}
@@ -99,6 +101,7 @@ class Guesses:
         """A round of so many rows a lane begins: the one before, if nothing else was done in it,
         says what rounds cost."""
         now = self._clock()
+        self._rounds += 1
         if self._round is not None:
             begin, lanes, size = self._round
             self._costs.observe(lanes, size, now - begin - self._asked_s)
@@ -180,10 +183,15 @@ class Guesses:
         left = None if end is None else end - session.pos
         if self._is_asking and session.hope(left) is not None:
             self._stops = True
-        elif session.policy.looks(LOOK_EVERY):
+        elif self._looks_often or self._rounds % LOOK_EVERY == 0:
             _, chances = session.offer(token, left)
-            self._hopes.append((session, chances[1:]))  # the first is being computed
+            self._hopes.append(chances[1:])  # the first is being computed
         return False
+
+    @property
+    def _looks_often(self) -> bool:
+        """Whether guesses that are there are looked at in every round."""
+        return self._in_vain < LOOKS_IN_VAIN
 
     def is_worth_stopping(self) -> bool:
         """Whether all lanes that run ahead are to stop, for what they have said since the last call
@@ -192,12 +200,11 @@ class Guesses:
             stops, self._stops = self._stops, False
             return stops
         (hopes, stops), self._hopes, self._stops = (self._hopes, self._stops), [], False
-        chances = [own for _, own in hopes if own]
+        chances = [own for own in hopes if own]
         wanted = bool(chances) and best_size(self._costs, len(self._lanes), chances)[0] > 1
         if chances and not wanted:
-            self._costs.tempt()
-        for session, own in hopes:
-            session.policy.saw(wanted and bool(own))
+            self._costs.tempt(1 if self._looks_often else LOOK_EVERY)
+        self._in_vain = 0 if wanted else self._in_vain + 1
         return wanted or stops
 
     # -- who takes time ---------------------------------------------------------------------------
