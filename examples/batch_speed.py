@@ -207,7 +207,7 @@ def row(sides: dict, lanes: int, given: argparse.Namespace, engine: Engine) -> s
     same = {}
     for turn in range(given.repeats + 1):
         # What both need for the first time is paid by who comes first: each does, every other turn.
-        for name in [*sides][:: -1 if turn % 2 else 1]:
+        for name in reversed(sides) if turn % 2 else sides:
             side = sides[name]
             rate, texts = timed(side, asked, tokens, lanes, given)
             if turn:
