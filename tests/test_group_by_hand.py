@@ -262,6 +262,25 @@ def test_what_lanes_replay_is_replayed_at_once(monkeypatch):
     assert not rounds(group) and [s.tokens[-24:] for s in joined] == truth
 
 
+def test_a_replay_that_fails_takes_no_reply_with_it(monkeypatch):
+    """No memory for what lanes replay together ended the reply that was read first."""
+    heard = []
+    group, _, joined, truth = several(
+        3, 24, heard.append, kinds=({}, {}, {}), model=RECURRENT, speculate="always"
+    )
+    for session, tokens in zip(joined, truth, strict=True):
+        session.drafter = OracleDrafter([*session.tokens, *tokens], 0.5)
+        group.join(session, max_tokens=24)
+
+    def fail(timelines, rows):
+        if len(timelines) > 1:
+            raise RuntimeError("no memory")
+
+    monkeypatch.setattr("ds4cli.engine.group.replay_together", fail)
+    assert not rounds(group) and [s.tokens[-24:] for s in joined] == truth
+    assert len(heard) == 1 and "no memory" in heard[0]
+
+
 def test_plain_lanes_of_a_recurrence_record_where_their_sessions_do():
     """Tokens that nobody can go back over without a model call; or a tape for nobody."""
     group, _, joined, truth = several(2, model=RECURRENT)

@@ -141,6 +141,12 @@ class SeatedKVCache(KVCache):
         return {"keys": keys, "values": values, "offset": self.offset}
 
 
+def evaluate(arenas: Sequence[Arena]) -> None:
+    """Start what was done to them, apart from the call that follows, whose form is not to depend on
+    it: CUDA makes a plan for each form."""
+    mx.async_eval([(arena.keys, arena.values) for arena in arenas])
+
+
 def held(cache: Any) -> dict[str, Any]:
     """What `put_back` needs of a layer's cache: where the rows of one in an arena lie is no part
     of it."""
@@ -190,6 +196,7 @@ class Seating:
         new = [own for own, c in pairs if not self._sits(c) and 0 < c.offset <= short]
         self._tidy(len(new))
         self._admit(new)
+        evaluate(self.arenas)
         rows = [c.seat.row if self._sits(c) else len(self._seats) for c in last]
         order = sorted(range(len(lanes)), key=rows.__getitem__)
         self.is_full = [rows[i] for i in order] == [*range(len(self._seats))]

@@ -23,6 +23,7 @@ class Stack:
     def __init__(self, lanes: Sequence[Sequence[ArraysCache]]):
         """lanes: the recurrent caches of each."""
         self.layers = stacked([slots_of(caches) for caches in lanes])
+        mx.async_eval(self.layers)
         self.has_all = [True] * len(lanes)
         for row, caches in enumerate(lanes):
             for index, cache in enumerate(caches):

@@ -270,6 +270,8 @@ class Lane:
         part, session = self._open[0], self.session
         try:
             taken = part.values()
+            if part.size > 1:
+                self._group.replay(part.picks)
         except ModelError:
             if not self._sits_anew():
                 raise
@@ -279,8 +281,6 @@ class Lane:
                 raise
             self._group.part(error)
             return None
-        if part.size > 1:
-            self._group.replay(part.picks)
         self._open.popleft()
         self._is_seated_anew = False
         if part.drafts:

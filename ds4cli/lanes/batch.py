@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
-from ds4cli.caches.arena import Arena, Place, SeatedKVCache, Seating, at, of_lanes
+from ds4cli.caches.arena import Arena, Place, SeatedKVCache, Seating, at, evaluate, of_lanes
 from ds4cli.caches.build import nest
 from ds4cli.caches.stack import Stack, stack_of
 from ds4cli.hooks.cuda import seats
@@ -168,6 +168,7 @@ class Batch:
         if end > min([arena.keys.shape[2] for arena in self._arenas]):
             for arena in self._arenas:
                 arena.reserve(end)
+            evaluate(self._arenas)
         step = Step(positions, size, self._arenas[0])
         for rows in self._rows:
             rows.offset, rows.step = step.positions, step

@@ -257,10 +257,14 @@ def _seated(lanes: Sequence[Any]) -> Sequence[SeatedKVCache]:
 
 def ids(feeds: Sequence[Feed]) -> mx.array:
     """The tokens of all lanes (N,) int32."""
-    if not any(isinstance(feed, mx.array) for feed in feeds):
+    picked = len([feed for feed in feeds if isinstance(feed, mx.array)])
+    if not picked:
         return mx.array([*chain(*feeds)], mx.int32)
     known = [feed if isinstance(feed, mx.array) else mx.array([*feed], mx.int32) for feed in feeds]
-    return mx.concatenate(known).astype(mx.int32)
+    joined = mx.concatenate(known).astype(mx.int32)
+    if picked < len(feeds):
+        mx.async_eval(joined)  # the call's own form is not to depend on which lanes they are
+    return joined
 
 
 def call_of(args: Iterable[Any]) -> Call | None:

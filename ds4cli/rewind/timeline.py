@@ -411,6 +411,7 @@ class Timeline:
                 self._feed_first_again(block, rows)
                 return
             slots = block.tape.replay(block.hold.slots, rows)
+            mx.async_eval(slots)
         layers.cut(block.start + rows, slots)
 
     def to_replay(self) -> tuple[Tape, Slots] | None:

@@ -125,7 +125,9 @@ def replay_together(timelines: Sequence[Timeline], rows: Sequence[int]) -> None:
         by_rows.setdefault(n, []).append((timeline, tape, starts))
     for n, due_parts in by_rows.items():
         owners, tapes, starts_each = zip(*due_parts, strict=True)
-        for timeline, slots in zip(owners, Tape.replay_all(tapes, starts_each, n), strict=True):
+        each = Tape.replay_all(tapes, starts_each, n)
+        mx.async_eval(each)
+        for timeline, slots in zip(owners, each, strict=True):
             timeline.replayed(n, slots)
 
 
@@ -143,6 +145,7 @@ def _replay_batch(parts: Sequence[tuple[Timeline, int, Tape, Slots]]) -> bool:
         )
     except UnlikeSlots:
         return False
+    mx.async_eval(moved)
     stack.layers = list(moved)
     for timeline, n, tape, _ in parts:
         if n < tape.rows:
