@@ -9,6 +9,7 @@ picked together, so drafted, rewound and resumed text equals plain text at any t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -151,26 +152,27 @@ class Sampler:
 
 
 class Asked(NamedTuple):
-    """What one of several samplers is asked, see `Sampler.pick`."""
+    """What one of several samplers is asked, see `Sampler.pick`. rows: so many are its own."""
 
     sampler: Sampler
-    rows: mx.array
+    rows: int
     pos: int
     history: Sequence[int] = ()
 
 
-def pick_together(asked: Sequence[Asked]) -> mx.array:
-    """What each sampler picks from its own rows, one after the other: int32 (all rows,), not
-    evaluated. The picks are those of `Sampler.pick`; where all are of one kind they are made in one
-    go."""
+def pick_together(rows: mx.array, asked: Sequence[Asked]) -> mx.array:
+    """What each sampler picks from its own of the rows (N, V), which lie one after the other: int32
+    (N,), not evaluated. The picks are those of `Sampler.pick`; where all are of one kind they are
+    made in one go."""
     kinds = {each.sampler.kind for each in asked}
     if len(kinds) > 1 or None in kinds:
-        return mx.concatenate([a.sampler.pick(a.rows, a.pos, a.history) for a in asked])
-    rows = mx.concatenate([each.rows for each in asked])
+        own = mx.split(rows, [*accumulate(each.rows for each in asked)][:-1])
+        pairs = zip(asked, own, strict=True)
+        return mx.concatenate([a.sampler.pick(x, a.pos, a.history) for a, x in pairs])
     first = asked[0].sampler
     if not first.settings.temp:
         return first.pick(rows, 0, ())
-    return first.pick_with(rows, [a.sampler.noise(a.pos, len(a.rows)) for a in asked])
+    return first.pick_with(rows, [a.sampler.noise(a.pos, a.rows) for a in asked])
 
 
 class Chooser:
@@ -184,8 +186,8 @@ class Chooser:
 
     def pick(self, rows: mx.array) -> mx.array:
         """rows: the next row of each text (texts, V) -> int32 (texts,)"""
-        own = zip(self._samplers, mx.split(rows, len(rows)), self._ends, self._known, strict=True)
-        picks = pick_together([Asked(*each) for each in own])
+        own = zip(self._samplers, self._ends, self._known, strict=True)
+        picks = pick_together(rows, [Asked(sampler, 1, pos, known) for sampler, pos, known in own])
         self._ends = [end + 1 for end in self._ends]
         if self._needs_history:
             for known, pick in zip(self._known, integers(picks), strict=True):

@@ -44,17 +44,17 @@ class Forms(dict):
     """Of what was submitted, by the rows of each lane's block: a list of forms."""
 
     def note(self, timelines, *arrays):
+        """arrays: picks, and tokens that are cut out of those before, which takes no command."""
         blocks = [timeline.pending() for timeline in timelines]
         sizes = tuple(len(rows) for (rows, _), _ in blocks)
-        forms, new = self.setdefault(sizes, []), form([*blocks, *arrays])
+        forms, new = self.setdefault(sizes, []), form([*blocks, arrays[:1]])
         if new not in forms:
             forms.append(new)
 
     def check(self, most=1):
-        """So many for each; for one row a lane one more, as it may be known, or what the call
-        before picks."""
+        """So many for each; of one row alone one more, as it may be what the call before picks."""
         for sizes, forms in self.items():
-            assert len(forms) <= max(most, 2 if max(sizes) == 1 else 1), sizes
+            assert len(forms) <= max(most, 2 if sizes == (1,) else 1), sizes
 
 
 def guess_at_random(monkeypatch, texts):

@@ -30,9 +30,13 @@ class Hooks:
     def __init__(self, model):
         self.model, self.fed, self.broken, self.odd = model, [], 99, {}
         self.unseated, self.is_armed = [], True
+        self._seen = []
 
     def seat(self, caches):
-        return list(reversed(range(len(caches))))
+        """The latest first."""
+        self._seen += [own for own in caches if not [1 for seen in self._seen if seen is own]]
+        places = [[seen is own for seen in self._seen].index(True) for own in caches]
+        return sorted(range(len(caches)), key=lambda i: -places[i])
 
     def batch(self, sizes, caches):
         return None
@@ -395,7 +399,7 @@ def test_picks_that_cannot_be_made_leave_nothing_open(monkeypatch):
     group, _, joined, truth = several(2)
     lanes = [group.join(s, max_tokens=12) for s in joined]
     rounds(group, 3)
-    monkeypatch.setattr("ds4cli.engine.group.pick_together", lambda asked: 1 / 0)
+    monkeypatch.setattr("ds4cli.engine.group.pick_together", lambda *_: 1 / 0)
     failed = rounds(group, 2, ZeroDivisionError)
     assert {*failed} == {*lanes}
     assert all(s.timeline.open_blocks == 0 for s in joined)

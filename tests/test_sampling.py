@@ -376,13 +376,12 @@ def test_a_row_of_nan_is_refused(settings):
 def test_several_samplers_pick_what_each_picks_alone(kinds):
     """A lane's noise, settings or history taken for another's."""
     tokens = history(30)
-    asked = [
-        Asked(sampler(**kind), logits(2 + i, seed=i), 20 + 3 * i, tokens)
-        for i, kind in enumerate(kinds)
-    ]
-    alone = [pick for each in asked for pick in each.sampler.pick(*each[1:]).tolist()]
-    assert pick_together(asked).tolist() == alone
-    assert pick_together(asked[:1]).tolist() == alone[:2]
+    asked = [Asked(sampler(**kind), 2 + i, 20 + 3 * i, tokens) for i, kind in enumerate(kinds)]
+    own = [logits(2 + i, seed=i) for i in range(len(kinds))]
+    pairs = zip(asked, own, strict=True)
+    alone = [p for a, rows in pairs for p in a.sampler.pick(rows, a.pos, tokens).tolist()]
+    assert pick_together(mx.concatenate(own), asked).tolist() == alone
+    assert pick_together(own[0], asked[:1]).tolist() == alone[:2]
 
 
 def test_a_row_without_an_allowed_id_leaves_the_others_their_filters():

@@ -355,12 +355,13 @@ class BlockDrafter(Drafter):
     ) -> mx.array:
         """The same as an array (texts, n)."""
         head, (count, n, _) = parts[0]._head, slots.shape
-        rows = head.spread(head.logits(slots.reshape(count * n, -1))).reshape(count, n, -1)
+        rows = head.spread(head.logits(slots.reshape(count * n, -1)))
         if any(part.sampler.needs_history for part in parts):
-            return one_by_one(parts, texts, n, lambda i, _: rows[:, i])
+            of_each = rows.reshape(count, n, -1)
+            return one_by_one(parts, texts, n, lambda i, _: of_each[:, i])
         pairs = zip(parts, texts, strict=True)
-        asked = [Asked(part.sampler, rows[i], len(text)) for i, (part, text) in enumerate(pairs)]
-        return pick_together(asked).reshape(count, n)
+        asked = [Asked(part.sampler, n, len(text)) for part, text in pairs]
+        return pick_together(rows, asked).reshape(count, n)
 
     def observe(self, start: int, hidden: Sequence[mx.array]) -> None:
         if len(hidden[0]):

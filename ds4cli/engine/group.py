@@ -30,6 +30,7 @@ from ds4cli.engine.generation import Event
 from ds4cli.engine.guesses import Guesses
 from ds4cli.engine.session import Session, Step, accepted_drafts
 from ds4cli.errors import ModelError
+from ds4cli.lanes.call import Parts
 from ds4cli.rewind.timeline import Timeline
 from ds4cli.rewind.together import evaluate_together, feed_together, replay_together
 from ds4cli.sampling import Asked, pick_together, refuse_nan
@@ -196,6 +197,11 @@ class Lane:
         return [first, *self._drafts, *[first] * (self.size - 1 - len(self._drafts))]
 
     @property
+    def oldest(self) -> Part | None:
+        """What it has of the oldest call that is not committed."""
+        return self._open[0] if self._open else None
+
+    @property
     def left(self) -> int | None:
         """Tokens until the reply has to end; None without a limit."""
         end = self._reply.end
@@ -205,7 +211,7 @@ class Lane:
         """What the block's rows (k, V), just opened, are to be picked with."""
         session, timeline = self.session, self.timeline
         history = [*timeline.tokens, *feed] if session.sampler.needs_history else ()
-        return Asked(session.sampler, rows, timeline.pos + 1 + len(self._open), history)
+        return Asked(session.sampler, len(rows), timeline.pos + 1 + len(self._open), history)
 
     def opened(self, rows: mx.array, picks: Picks, start: int, waits: bool) -> None:
         """The block that `feed` gave is part of a call that runs. waits: other lanes wait for it,
@@ -412,7 +418,8 @@ class Group:
         return [lane for lane in due if not lane.has_step] if asked else due
 
     def _open(self, due: Sequence[Lane]) -> None:
-        timelines, feeds = [lane.timeline for lane in due], [lane.feed for lane in due]
+        due = self._in_order(due)
+        timelines, feeds = [lane.timeline for lane in due], _feeds(due)
         guessed = [lane for lane in due if lane.size > 1]
         try:
             for lane in guessed:
@@ -423,8 +430,8 @@ class Group:
                 lane.record(False)
         try:
             asked = [lane.asked(r, f) for lane, r, f in zip(due, rows, feeds, strict=True)]
-            picks = Picks(pick_together(asked), len(due))
-            _evaluate(timelines, picks.array)
+            picks = Picks(pick_together(rows.whole, asked), len(due))
+            _evaluate(timelines, picks.array, *[x for x in feeds if isinstance(x, mx.array)])
         except BaseException:
             for timeline in timelines:
                 timeline.abort()
@@ -434,9 +441,16 @@ class Group:
             lane.opened(own, picks, start, waits)
             start += len(own)
 
-    def _feed(self, timelines: list[Timeline], feeds: list[Feed]) -> list[mx.array]:
+    def _in_order(self, due: Sequence[Lane]) -> Sequence[Lane]:
+        """The lanes as the call will have them, so that nothing of it is put in another order."""
+        if len(due) == 1:
+            return due
+        return [due[i] for i in self._hooks.seat([lane.timeline.caches for lane in due])]
+
+    def _feed(self, timelines: list[Timeline], feeds: Sequence[Feed]) -> Parts:
         if len(timelines) == 1:
-            return [timelines[0].feed(feeds[0])]
+            rows = timelines[0].feed(feeds[0])
+            return Parts([rows], rows)
         record = any([timeline.recording for timeline in timelines])
         return feed_together(timelines, feeds, self._hooks, record=record)
 
@@ -471,9 +485,19 @@ class Group:
         return failed
 
 
-def _evaluate(timelines: list[Timeline], picks: mx.array) -> None:
+def _feeds(due: Sequence[Lane]) -> Sequence[Feed]:
+    """The next block of each; in one piece where a call picked just these tokens."""
+    oldest = due[0].oldest
+    if oldest is not None and len(oldest.picks.array) == len(due):
+        rows = [(i, oldest.picks) for i in range(len(due))]
+        if [(part.start, part.picks) for lane in due if (part := lane.oldest)] == rows:
+            return Parts(oldest.picks.each, oldest.picks.array)
+    return [lane.feed for lane in due]
+
+
+def _evaluate(timelines: list[Timeline], *arrays: mx.array) -> None:
     """Start the work on the newest block of each."""
     if len(timelines) == 1:
-        timelines[0].evaluate(picks, wait=False)
+        timelines[0].evaluate(*arrays, wait=False)
     else:
-        evaluate_together(timelines, picks, wait=False)
+        evaluate_together(timelines, *arrays, wait=False)

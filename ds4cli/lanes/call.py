@@ -24,6 +24,21 @@ from ds4cli.lanes.table import Table
 Feed = Sequence[int] | mx.array
 
 
+class Parts(list[mx.array]):
+    """What each of several lanes has of something, its rows or tokens."""
+
+    def __init__(self, each: Iterable[mx.array], whole: mx.array | None = None):
+        """whole: what they are parts of, one after the other, if that is at hand: on a GPU it takes
+        an operation a lane to make it."""
+        super().__init__(each)
+        self._whole = whole
+
+    @property
+    def whole(self) -> mx.array:
+        """Those of all, one after the other."""
+        return mx.concatenate(self) if self._whole is None else self._whole
+
+
 class LaneError(TypeError):
     """The model does with a stand-in what has no one answer for all lanes."""
 
@@ -257,13 +272,13 @@ def _seated(lanes: Sequence[Any]) -> Sequence[SeatedKVCache]:
 
 def ids(feeds: Sequence[Feed]) -> mx.array:
     """The tokens of all lanes (N,) int32."""
-    picked = len([feed for feed in feeds if isinstance(feed, mx.array)])
-    if not picked:
+    if isinstance(feeds, Parts):
+        return feeds.whole
+    if not [True for feed in feeds if isinstance(feed, mx.array)]:
         return mx.array([*chain(*feeds)], mx.int32)
     known = [feed if isinstance(feed, mx.array) else mx.array([*feed], mx.int32) for feed in feeds]
     joined = mx.concatenate(known).astype(mx.int32)
-    if picked < len(feeds):
-        mx.async_eval(joined)  # the call's own form is not to depend on which lanes they are
+    mx.async_eval(joined)  # the call's own form is not to depend on which lanes they are
     return joined
 
 

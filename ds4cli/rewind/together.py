@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from ds4cli.caches.stack import StackedSlots, stacked
 from ds4cli.lanes.arm import Lanes
+from ds4cli.lanes.call import Parts
 from ds4cli.rewind.layers import Layers
 from ds4cli.rewind.timeline import Opening, Timeline
 from ds4cli.tape.kept import UnlikeSlots
@@ -27,7 +28,7 @@ def feed_together(
     *,
     record: bool = True,
     last: bool = False,
-) -> list[mx.array]:
+) -> Parts:
     """Open a block on every timeline with one model call. Returns each one's logits rows (n, V), or
     with `last`, where blocks are read that nobody goes back into, the last one only, (1, V).
 
@@ -36,16 +37,20 @@ def feed_together(
     of one, every timeline is where it was.
     """
     order = lanes.seat([timeline.caches for timeline in timelines])
-    ordered, fed = [timelines[i] for i in order], [feeds[i] for i in order]
+    if order == [*range(len(order))]:
+        ordered, fed = timelines, feeds
+    else:
+        ordered, fed = [timelines[i] for i in order], [feeds[i] for i in order]
     openings: list[Opening] = []
     try:
         for timeline in ordered:
             openings.append(timeline.opening())
-        parts, live = _call(ordered, fed, lanes, record, last)
+        parts, live, whole = _call(ordered, fed, lanes, record, last)
         for timeline, opening, feed, part in zip(ordered, openings, fed, parts, strict=True):
             timeline.open(opening, feed, *part, live)
-        logits = [part[0] for part in parts]
-        return [logits[order.index(i)] for i in range(len(order))]
+        if fed is feeds:
+            return Parts([part[0] for part in parts], whole)
+        return Parts([parts[order.index(i)][0] for i in range(len(order))])
     except BaseException:
         for timeline, opening in zip(ordered, openings, strict=False):
             timeline.undo(opening)
@@ -54,8 +59,9 @@ def feed_together(
 
 def _call(
     timelines: Sequence[Timeline], feeds: Sequence[Feed], lanes: Lanes, record: bool, last: bool
-) -> tuple[list[Part], Any]:
-    """The model call: each timeline's part of it, and what all of them left in the layers."""
+) -> tuple[list[Part], Any, mx.array]:
+    """The model call: each timeline's part of it, what all of them left in the layers, and the
+    rows of all."""
     first, sizes = timelines[0], [len(feed) for feed in feeds]
     layers: list[Layers] = []
     for timeline, rows in zip(timelines, sizes, strict=True):
@@ -80,8 +86,10 @@ def _call(
         logits, live = (batch or lanes).call(feeds, caches)
     tapes = [tape if t.recording else None for t, tape in zip(timelines, tapes, strict=True)]
     hidden = zip(*(_apart(x, sizes) for x in noted), strict=True) if noted else ((),) * len(sizes)
-    found = _last(logits, sizes) if last else _apart(logits, sizes)
-    return list(zip(found, tapes, map(list, hidden), strict=True)), live
+    if last:
+        logits, sizes = _last(logits, sizes), [1] * len(sizes)
+    found = _apart(logits, sizes)
+    return list(zip(found, tapes, map(list, hidden), strict=True)), live, logits
 
 
 def _apart(rows: mx.array, sizes: Sequence[int]) -> list[mx.array]:
@@ -89,11 +97,11 @@ def _apart(rows: mx.array, sizes: Sequence[int]) -> list[mx.array]:
     return list(mx.split(rows, [*accumulate(sizes)][:-1]))
 
 
-def _last(logits: mx.array, sizes: Sequence[int]) -> list[mx.array]:
-    """The last row (1, V) of each lane, where a model made those only, or all rows."""
+def _last(logits: mx.array, sizes: Sequence[int]) -> mx.array:
+    """The last row of each lane (lanes, V), where a model made those only, or all rows."""
     if len(logits) == len(sizes):
-        return list(mx.split(logits, len(sizes)))
-    return [rows[-1:] for rows in _apart(logits, sizes)]
+        return logits
+    return logits[mx.array([*accumulate(sizes)]) - 1]
 
 
 def evaluate_together(timelines: Sequence[Timeline], *arrays: mx.array, wait: bool = True) -> None:
