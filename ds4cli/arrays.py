@@ -1,7 +1,11 @@
-"""What mlx's type stubs leave open: what an array's numbers are, and that a flat tree is a list."""
+"""What mlx's type stubs leave open: what an array's numbers are, that a flat tree is a list. And
+arrays taken apart by what each has of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 import mlx.core as mx
@@ -36,3 +40,8 @@ def numbers(x: mx.array) -> list[float]:
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of a tree, each with its path: arrays in a model's parameters."""
     return cast("list[tuple[str, Any]]", tree_flatten(tree))
+
+
+def apart(rows: mx.array, sizes: Sequence[int]) -> list[mx.array]:
+    """So many of the rows (N, ...) for each, one after the other: one operation for all."""
+    return list(mx.split(rows, [*accumulate(sizes)][:-1]))

@@ -9,13 +9,12 @@ picked together, so drafted, rewound and resumed text equals plain text at any t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
-from ds4cli.arrays import integers
+from ds4cli.arrays import apart, integers
 from ds4cli.errors import ModelError, UsageError
 from ds4cli.settings import Settings
 from ds4cli.tokens import common_prefix
@@ -166,8 +165,7 @@ def pick_together(rows: mx.array, asked: Sequence[Asked]) -> mx.array:
     made in one go."""
     kinds = {each.sampler.kind for each in asked}
     if len(kinds) > 1 or None in kinds:
-        own = mx.split(rows, [*accumulate(each.rows for each in asked)][:-1])
-        pairs = zip(asked, own, strict=True)
+        pairs = zip(asked, apart(rows, [each.rows for each in asked]), strict=True)
         return mx.concatenate([a.sampler.pick(x, a.pos, a.history) for a, x in pairs])
     first = asked[0].sampler
     if not first.settings.temp:

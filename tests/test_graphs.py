@@ -28,6 +28,7 @@ def test_a_long_process_does_not_end_for_the_forms_that_its_calls_had(monkeypatc
     assert (os.environ[SIZE], os.environ[CHECK]) == ("64", "0")
 
 
+# Tokens that every prompt has at least: while it is answered an arena gets more columns.
 BEGIN = 236
 
 
@@ -102,7 +103,6 @@ def test_a_call_for_all_has_one_form_whatever_was_before_it(name, most, monkeypa
     for session, n in zip(asked(made), limits, strict=True):
         truth.append(said(session.stream(max_tokens=n)))
         texts[tuple(session.tokens[:BEGIN])] = [*session.tokens]
-    session = None
     guess_at_random(monkeypatch, texts)
     found, evaluate = Forms(), groups._evaluate
     monkeypatch.setattr(groups, "_evaluate", lambda *call: (found.note(*call), evaluate(*call)))

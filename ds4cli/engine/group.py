@@ -30,7 +30,7 @@ from ds4cli.engine.generation import Event
 from ds4cli.engine.guesses import Guesses
 from ds4cli.engine.session import Session, Step, accepted_drafts
 from ds4cli.errors import ModelError
-from ds4cli.lanes.call import Parts
+from ds4cli.lanes.call import Split
 from ds4cli.rewind.timeline import Timeline
 from ds4cli.rewind.together import evaluate_together, feed_together, replay_together
 from ds4cli.sampling import Asked, pick_together, refuse_nan
@@ -431,6 +431,7 @@ class Group:
         try:
             asked = [lane.asked(r, f) for lane, r, f in zip(due, rows, feeds, strict=True)]
             picks = Picks(pick_together(rows.whole, asked), len(due))
+            # Tokens that were cut out of picks, too: at `commit` it would be done for each of them.
             _evaluate(timelines, picks.array, *[x for x in feeds if isinstance(x, mx.array)])
         except BaseException:
             for timeline in timelines:
@@ -447,10 +448,10 @@ class Group:
             return due
         return [due[i] for i in self._hooks.seat([lane.timeline.caches for lane in due])]
 
-    def _feed(self, timelines: list[Timeline], feeds: Sequence[Feed]) -> Parts:
+    def _feed(self, timelines: list[Timeline], feeds: Sequence[Feed]) -> Split:
         if len(timelines) == 1:
             rows = timelines[0].feed(feeds[0])
-            return Parts([rows], rows)
+            return Split([rows], rows)
         record = any([timeline.recording for timeline in timelines])
         return feed_together(timelines, feeds, self._hooks, record=record)
 
@@ -491,7 +492,7 @@ def _feeds(due: Sequence[Lane]) -> Sequence[Feed]:
     if oldest is not None and len(oldest.picks.array) == len(due):
         rows = [(i, oldest.picks) for i in range(len(due))]
         if [(part.start, part.picks) for lane in due if (part := lane.oldest)] == rows:
-            return Parts(oldest.picks.each, oldest.picks.array)
+            return Split(oldest.picks.each, oldest.picks.array)
     return [lane.feed for lane in due]
 
 

@@ -24,7 +24,7 @@ from ds4cli.lanes.table import Table
 Feed = Sequence[int] | mx.array
 
 
-class Parts(list[mx.array]):
+class Split(list[mx.array]):
     """What each of several lanes has of something, its rows or tokens."""
 
     def __init__(self, each: Iterable[mx.array], whole: mx.array | None = None):
@@ -272,9 +272,9 @@ def _seated(lanes: Sequence[Any]) -> Sequence[SeatedKVCache]:
 
 def ids(feeds: Sequence[Feed]) -> mx.array:
     """The tokens of all lanes (N,) int32."""
-    if isinstance(feeds, Parts):
+    if isinstance(feeds, Split):
         return feeds.whole
-    if not [True for feed in feeds if isinstance(feed, mx.array)]:
+    if not any(isinstance(feed, mx.array) for feed in feeds):
         return mx.array([*chain(*feeds)], mx.int32)
     known = [feed if isinstance(feed, mx.array) else mx.array([*feed], mx.int32) for feed in feeds]
     joined = mx.concatenate(known).astype(mx.int32)

@@ -9,9 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from ds4cli.arrays import apart
 from ds4cli.caches.stack import StackedSlots, stacked
 from ds4cli.lanes.arm import Lanes
-from ds4cli.lanes.call import Parts
+from ds4cli.lanes.call import Split
 from ds4cli.rewind.layers import Layers
 from ds4cli.rewind.timeline import Opening, Timeline
 from ds4cli.tape.kept import UnlikeSlots
@@ -28,7 +29,7 @@ def feed_together(
     *,
     record: bool = True,
     last: bool = False,
-) -> Parts:
+) -> Split:
     """Open a block on every timeline with one model call. Returns each one's logits rows (n, V), or
     with `last`, where blocks are read that nobody goes back into, the last one only, (1, V).
 
@@ -49,8 +50,8 @@ def feed_together(
         for timeline, opening, feed, part in zip(ordered, openings, fed, parts, strict=True):
             timeline.open(opening, feed, *part, live)
         if fed is feeds:
-            return Parts([part[0] for part in parts], whole)
-        return Parts([parts[order.index(i)][0] for i in range(len(order))])
+            return Split([part[0] for part in parts], whole)
+        return Split([parts[order.index(i)][0] for i in range(len(order))])
     except BaseException:
         for timeline, opening in zip(ordered, openings, strict=False):
             timeline.undo(opening)
@@ -85,16 +86,11 @@ def _call(
             around.enter_context(first.last_rows([end - 1 for end in accumulate(sizes)]))
         logits, live = (batch or lanes).call(feeds, caches)
     tapes = [tape if t.recording else None for t, tape in zip(timelines, tapes, strict=True)]
-    hidden = zip(*(_apart(x, sizes) for x in noted), strict=True) if noted else ((),) * len(sizes)
+    hidden = zip(*(apart(x, sizes) for x in noted), strict=True) if noted else ((),) * len(sizes)
     if last:
         logits, sizes = _last(logits, sizes), [1] * len(sizes)
-    found = _apart(logits, sizes)
+    found = apart(logits, sizes)
     return list(zip(found, tapes, map(list, hidden), strict=True)), live, logits
-
-
-def _apart(rows: mx.array, sizes: Sequence[int]) -> list[mx.array]:
-    """The rows (n, ...) of each lane, of those (N, ...) of all: one operation, not one a lane."""
-    return list(mx.split(rows, [*accumulate(sizes)][:-1]))
 
 
 def _last(logits: mx.array, sizes: Sequence[int]) -> mx.array:
